@@ -1,0 +1,40 @@
+# make demo and make test are what there is to run; each sets up .venv first if that is needed.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+CXX ?= g++
+
+setup: $(VENV)/.installed
+	@$(MAKE) --no-print-directory --jobs=2 -C emulator PYTHON=$(abspath $(RUN))
+
+demo: setup
+	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s examples/train_gpt.py
+
+test: setup
+	$(RUN) -m pytest
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy tiered_mem emulator/ascend_emulator
+
+bench: setup
+	$(RUN) -m ascend_emulator --unless-hardware benchmarks/offload_overhead.py
+
+$(VENV)/.installed: pyproject.toml emulator/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'setup: Python 3.10 or newer is needed; name one with make PYTHON=python3.12 setup'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo 'setup: the venv module is missing; install it (Debian: apt install python3-venv)'; exit 1; }
+	@command -v $(CXX) >/dev/null || \
+	  { echo 'setup: a C++20 compiler is missing; install one (Debian: apt install g++)'; exit 1; }
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet --editable ./emulator --editable '.[dev]' || \
+	  { echo 'setup: no wheel for torch 2.13 or torch_npu 2.13 here; both need Linux and a Python they support'; exit 1; }
+	@touch $@
+
+clean:
+	$(MAKE) -C emulator clean
+	rm -rf $(VENV)
+
+.PHONY: setup demo test lint bench clean

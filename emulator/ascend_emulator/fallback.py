@@ -1,0 +1,144 @@
+"""The CPU fallback: an operator that libopapi does not serve runs on the CPU, or says that it cannot.
+
+torch_npu registers about 1,900 operators. Those named in `native_ops` keep torch_npu's kernels, which are
+asynchronous. Every other one is replaced here, in this order:
+
+- an operator that PyTorch builds from others is taken apart into them, under autograd too;
+- one with a CPU kernel copies its arguments to the CPU, runs there, and copies the results back;
+- the rest raise NotImplementedError with the operator's name.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.library import Library
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ascend_emulator.native_ops import native_operators
+
+
+def install() -> list[Library]:
+    """Replaces what is not native. The replacements hold as long as the returned libraries are kept."""
+    libraries = {namespace: Library(namespace, "IMPL") for namespace in ("aten", "npu")}
+    native = native_operators()
+    for key in ("PrivateUse1", "AutogradPrivateUse1"):
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+            operator = None if name in native else _find(name)
+            kernel = None if operator is None else _replacement(operator, key)
+            if kernel is not None:
+                namespace, _, rest = name.partition("::")
+                libraries[namespace].impl(rest, kernel, key, allow_override=True)
+    return list(libraries.values())
+
+
+def _find(name: str) -> OpOverload | None:
+    """The operator of that name; None for other namespaces and for registrations without an operator."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    if namespace not in ("aten", "npu"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    operator = getattr(packet, overload or "default", None)
+    return operator if isinstance(operator, OpOverload) else None
+
+
+def _replacement(operator: OpOverload, key: str) -> Callable[..., Any] | None:
+    if operator._can_decompose():
+        return operator.decompose
+    if key != "PrivateUse1":
+        return None
+    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), "CPU"):
+        return _on_cpu(operator)
+    return _refusal(operator)
+
+
+def _refusal(operator: OpOverload) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"the emulated NPU has no kernel for {operator.name()}")
+
+    return refuse
+
+
+def _on_cpu(operator: OpOverload) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mirror = _Mirror(_device_of((args, kwargs)))
+        cpu_args, cpu_kwargs = tree_map(mirror.to_cpu, (args, kwargs))
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            with _seeded_by_npu(kwargs.pop("generator", None)):
+                cpu_kwargs.pop("generator", None)
+                result = operator(*cpu_args, **cpu_kwargs)
+        else:
+            result = operator(*cpu_args, **cpu_kwargs)
+        for written in _written_arguments(operator, args, kwargs):
+            mirror.write_back(written)
+        return tree_map(mirror.to_npu, result)
+
+    return run
+
+
+class _Mirror:
+    """The CPU copies of one call's NPU tensors. A tensor that is passed twice has one copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[int, torch.Tensor] = {}
+        self._originals: dict[int, torch.Tensor] = {}
+
+    def to_cpu(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, torch.Tensor) or value.device.type != "npu":
+            return value
+        if id(value) not in self._copies:
+            copy = value.cpu()
+            self._copies[id(value)] = copy
+            self._originals[id(copy)] = value
+        return self._copies[id(value)]
+
+    def write_back(self, original: torch.Tensor) -> None:
+        copy = self._copies.get(id(original))
+        if copy is None:
+            return
+        if original.shape != copy.shape:
+            original.resize_(copy.shape)
+        original.copy_(copy)
+
+    def to_npu(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        original = self._originals.get(id(value))
+        return value.to(self._device) if original is None else original
+
+
+def _device_of(arguments: Any) -> torch.device:
+    """The NPU that the call is about: where its tensors are, or where it is told to make one."""
+    leaves = tree_leaves(arguments)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "npu":
+            return leaf.device
+    for leaf in leaves:
+        if isinstance(leaf, torch.device) and leaf.type == "npu":
+            return leaf
+    return torch.device("npu")
+
+
+def _written_arguments(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+@contextmanager
+def _seeded_by_npu(generator: torch.Generator | None) -> Iterator[None]:
+    """Lets the CPU draw random numbers that follow from the NPU's generator, and leaves its own alone."""
+    seed = torch.empty((), dtype=torch.int64, device="npu").random_(generator=generator).item()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(seed))
+        yield

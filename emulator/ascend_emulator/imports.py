@@ -1,0 +1,45 @@
+"""Completes torch_npu as it is imported: the kernel library before it, the CPU fallback after it."""
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+
+class TorchNpuFinder(MetaPathFinder):
+    """Finds torch_npu where Python would, and lends it a loader that does the two extra steps."""
+
+    def __init__(self, kernels: Path) -> None:
+        self._kernels = kernels
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch_npu":
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TorchNpuLoader(spec.loader, self._kernels)
+        return spec
+
+
+class _TorchNpuLoader(Loader):
+    def __init__(self, loader: Loader, kernels: Path) -> None:
+        self._loader = loader
+        self._kernels = kernels
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Linked with libtorch_cpu, which is there only now: torch imports torch_npu as its own last act.
+        ctypes.CDLL(str(self._kernels), mode=ctypes.RTLD_GLOBAL)
+        with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints a warning; stdout is the script's
+            self._loader.exec_module(module)
+        from ascend_emulator import fallback  # imports torch, which start() must precede
+
+        fallback.install()

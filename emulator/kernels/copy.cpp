@@ -1,0 +1,32 @@
+// Filling, copying, casting, joining and cutting tensors.
+#include "kernel.h"
+
+using namespace emulator;
+
+ACLNN(aclnnInplaceCopy, (Out self, In source), self.copy_(source))
+ACLNN(aclnnCast, (In self, aclDataType, Out out), out.copy_(self))
+
+ACLNN(aclnnInplaceZero, (Out self), self.zero_())
+ACLNN(aclnnInplaceOne, (Out self), self.fill_(1))
+ACLNN(aclnnInplaceFillScalar, (Out self, Number value), self.fill_(value))
+ACLNN(aclnnInplaceFillTensor, (Out self, In value), self.fill_(value.reshape({})))
+ACLNN(aclnnArange, (Number start, Number end, Number step, Out out), at::arange_out(out, start, end, step))
+ACLNN(aclnnEye, (int64_t rows, int64_t columns, Out out), at::eye_out(out, rows, columns))
+
+ACLNN(aclnnCat, (Ins tensors, int64_t dim, Out out), at::cat_out(out, tensors, dim))
+ACLNN(aclnnStack, (Ins tensors, int64_t dim, Out out), at::stack_out(out, tensors, dim))
+ACLNN(aclnnRepeat, (In self, Integers repeats, Out out), out.copy_(self.repeat(repeats)))
+ACLNN(aclnnFlip, (In self, Integers dims, Out out), out.copy_(self.flip(dims)))
+ACLNN(aclnnRoll, (In self, Integers shifts, Integers dims, Out out), out.copy_(self.roll(shifts, dims)))
+ACLNN(aclnnConstantPadNd, (In self, Integers pad, Number value, Out out),
+      out.copy_(at::constant_pad_nd(self, pad, value)))
+
+ACLNN(aclnnTril, (In self, int64_t diagonal, Out out), at::tril_out(out, self, diagonal))
+ACLNN(aclnnTriu, (In self, int64_t diagonal, Out out), at::triu_out(out, self, diagonal))
+ACLNN(aclnnInplaceTril, (Out self, int64_t diagonal), self.tril_(diagonal))
+ACLNN(aclnnInplaceTriu, (Out self, int64_t diagonal), self.triu_(diagonal))
+
+ACLNN(aclnnSWhere, (In condition, In self, In other, Out out), at::where_out(out, condition, self, other))
+ACLNN(aclnnInplaceMaskedFillScalar, (Out self, In mask, Number value), self.masked_fill_(mask, value))
+ACLNN(aclnnInplaceMaskedFillTensor, (Out self, In mask, In value),
+      self.masked_fill_(mask, value.reshape({})))

@@ -1,0 +1,15 @@
+// Rows picked by index, and gradients added back to them.
+#include "kernel.h"
+
+using namespace emulator;
+
+ACLNN(aclnnEmbedding, (In weight, In indices, Out out), out.copy_(at::embedding(weight, indices)))
+ACLNN(aclnnEmbeddingDenseBackward,
+      (In grad, In indices, int64_t rows, int64_t padding_index, bool scale_by_frequency, Out out),
+      out.copy_(at::embedding_dense_backward(grad, indices, rows, padding_index, scale_by_frequency)))
+
+ACLNN(aclnnIndexSelect, (In self, int64_t dim, In index, Out out),
+      out.copy_(at::index_select(self, dim, index)))
+ACLNN(aclnnGather, (In self, int64_t dim, In index, Out out), out.copy_(at::gather(self, dim, index)))
+ACLNN(aclnnScatterAdd, (In self, int64_t dim, In index, In source, Out out),
+      out.copy_(at::scatter_add(self, dim, index, source)))

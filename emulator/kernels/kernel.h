@@ -1,0 +1,179 @@
+// One line makes one CANN operator: its name, the arguments in CANN's order, and the work.
+//
+//   ACLNN(aclnnMm, (In self, In mat2, Out out, int8_t), at::mm_out(out, self, mat2))
+//
+// It exports aclnnMmGetWorkspaceSize, which copies the arguments and notes which memory is read and which is
+// written, and aclnnMm, which puts the work on a stream. The parameter types say both what CANN passes and
+// what the kernel may do with it:
+//
+//   In, Out              a tensor that is read; one that is written, in place or not
+//   Ins, Outs            the same for lists of tensors
+//   Number, MaybeNumber  a scalar; one that may be absent
+//   Numbers, Integers, Booleans, Text
+//   int64_t, double, bool, aclDataType ... stand for themselves
+//
+// An absent optional tensor is an undefined one. Outputs have their final shape and are never resized.
+#pragma once
+
+#include "tensor.h"
+
+#include <tuple>
+
+struct aclOpExecutor {
+  emulator::Operation operation;
+};
+
+namespace emulator {
+
+using In = const at::Tensor&;
+using Out = at::Tensor&;
+using Ins = const std::vector<at::Tensor>&;
+using Outs = std::vector<at::Tensor>&;
+using Number = const at::Scalar&;
+using MaybeNumber = const std::optional<at::Scalar>&;
+using Numbers = const std::vector<at::Scalar>&;
+using Integers = const std::vector<int64_t>&;
+using Booleans = const std::vector<bool>&;
+using Text = const std::string&;
+
+// How one parameter type is passed by CANN, and how it is copied to outlive the call.
+template <class Parameter>
+struct Argument {
+  using Acl = Parameter;
+  static Parameter copy(Acl argument) { return argument; }
+};
+
+template <>
+struct Argument<In> {
+  using Acl = const aclTensor*;
+  static at::Tensor copy(Acl argument) { return tensor(argument); }
+};
+
+template <>
+struct Argument<Out> {
+  using Acl = aclTensor*;
+  static at::Tensor copy(Acl argument) { return tensor(argument); }
+};
+
+template <>
+struct Argument<Ins> {
+  using Acl = const aclTensorList*;
+  static std::vector<at::Tensor> copy(Acl argument) { return tensors(argument); }
+};
+
+template <>
+struct Argument<Outs> {
+  using Acl = aclTensorList*;
+  static std::vector<at::Tensor> copy(Acl argument) { return tensors(argument); }
+};
+
+template <>
+struct Argument<Number> {
+  using Acl = const aclScalar*;
+  static at::Scalar copy(Acl argument) { return scalar(*argument); }
+};
+
+template <>
+struct Argument<MaybeNumber> {
+  using Acl = const aclScalar*;
+  static std::optional<at::Scalar> copy(Acl argument) {
+    return argument ? std::optional(scalar(*argument)) : std::nullopt;
+  }
+};
+
+template <>
+struct Argument<Numbers> {
+  using Acl = const aclScalarList*;
+  static std::vector<at::Scalar> copy(Acl argument) {
+    std::vector<at::Scalar> values;
+    for (const aclScalar* each : argument->scalars) values.push_back(scalar(*each));
+    return values;
+  }
+};
+
+template <>
+struct Argument<Integers> {
+  using Acl = const aclIntArray*;
+  static std::vector<int64_t> copy(Acl argument) {
+    return argument ? argument->values : std::vector<int64_t>{};
+  }
+};
+
+template <>
+struct Argument<Booleans> {
+  using Acl = const aclBoolArray*;
+  static std::vector<bool> copy(Acl argument) { return argument->values; }
+};
+
+template <>
+struct Argument<Text> {
+  using Acl = const char*;
+  static std::string copy(Acl argument) { return argument; }
+};
+
+// Notes the memory behind one argument.
+template <class Parameter, class Value>
+void note_memory(const Value& value, Operation& operation) {
+  auto note = [&operation](const at::Tensor& view) {
+    constexpr bool written = std::is_same_v<Parameter, Out> || std::is_same_v<Parameter, Outs>;
+    if (view.defined() && view.numel() > 0) {
+      (written ? operation.writes : operation.reads).push_back(range(view));
+    }
+  };
+  if constexpr (std::is_same_v<Value, at::Tensor>) note(value);
+  if constexpr (std::is_same_v<Value, std::vector<at::Tensor>>) {
+    for (const at::Tensor& view : value) note(view);
+  }
+}
+
+// Keeps whatever thread a stream's work runs on from leaking its own modes (autograd, autocast, Python
+// dispatch) into the work.
+void run_without_modes(const std::function<void()>& work);
+
+aclError launch(aclOpExecutor* executor, aclrtStream stream);
+
+template <class Kernel, class Signature = decltype(Kernel::run)>
+struct Planner;
+
+template <class Kernel, class... Parameters>
+struct Planner<Kernel, void(Parameters...)> {
+  static aclError plan(typename Argument<Parameters>::Acl... arguments, uint64_t* workspace_size,
+                       aclOpExecutor** executor) {
+    try {
+      Operation operation{Kernel::name, {}, {}, {}};
+      // A brace list copies from left to right, and each copy must be noted under its own parameter type.
+      std::tuple<decltype(Argument<Parameters>::copy(arguments))...> copies{
+          Argument<Parameters>::copy(arguments)...};
+      std::apply(
+          [&operation](const auto&... copy) { (note_memory<Parameters>(copy, operation), ...); }, copies);
+      operation.body = [copies = std::move(copies)]() mutable {
+        run_without_modes([&copies] { std::apply(Kernel::run, copies); });
+      };
+      *workspace_size = 0;
+      *executor = new aclOpExecutor{std::move(operation)};
+      return ACL_SUCCESS;
+    } catch (const std::exception& error) {
+      return fail(ACL_ERROR_INVALID_PARAM, std::string(Kernel::name) + ": " + error.what());
+    }
+  }
+};
+
+}  // namespace emulator
+
+// The C function's parameters follow from the kernel's, so it is an instance of a template. ifunc is how such
+// an instance gets a plain C name: the loader asks ..._plan for the address that stands behind the name.
+#define ACLNN(operator_name, parameters, ...)                                                            \
+  namespace {                                                                                            \
+  struct operator_name##_kernel {                                                                        \
+    static constexpr const char* name = #operator_name;                                                  \
+    static void run parameters { __VA_ARGS__; }                                                          \
+  };                                                                                                     \
+  }                                                                                                      \
+  extern "C" {                                                                                           \
+  static auto* operator_name##_plan() { return &emulator::Planner<operator_name##_kernel>::plan; }       \
+  }                                                                                                      \
+  ACL_EXPORT decltype(emulator::Planner<operator_name##_kernel>::plan) operator_name##GetWorkspaceSize   \
+      __attribute__((ifunc(#operator_name "_plan")));                                                    \
+  ACL_EXPORT aclError operator_name(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {      \
+    return emulator::launch(executor, stream);                                                           \
+  }

@@ -1,0 +1,43 @@
+// Sums, extremes and norms over dimensions. No dimensions means all of them.
+#include "kernel.h"
+
+#include <numeric>
+
+using namespace emulator;
+
+static std::vector<int64_t> all_if_none(Integers dims, In self) {
+  if (!dims.empty()) return dims;
+  std::vector<int64_t> all(self.dim());
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+ACLNN(aclnnReduceSum, (In self, Integers dims, bool keepdim, aclDataType, Out out),
+      at::sum_out(out, self, dims, keepdim, out.scalar_type()))
+ACLNN(aclnnMean, (In self, Integers dims, bool keepdim, aclDataType, Out out),
+      at::mean_out(out, self, dims, keepdim, out.scalar_type()))
+ACLNN(aclnnVarCorrection, (In self, Integers dims, int64_t correction, bool keepdim, Out out),
+      at::var_out(out, self, all_if_none(dims, self), correction, keepdim))
+ACLNN(aclnnLogSumExp, (In self, Integers dims, bool keepdim, Out out),
+      at::logsumexp_out(out, self, all_if_none(dims, self), keepdim))
+
+ACLNN(aclnnMax, (In self, Out out), out.copy_(at::max(self)))
+ACLNN(aclnnMin, (In self, Out out), out.copy_(at::min(self)))
+ACLNN(aclnnAmax, (In self, Integers dims, bool keepdim, Out out), at::amax_out(out, self, dims, keepdim))
+ACLNN(aclnnAmin, (In self, Integers dims, bool keepdim, Out out), at::amin_out(out, self, dims, keepdim))
+ACLNN(aclnnMaxDim, (In self, int64_t dim, bool keepdim, Out out, Out indices),
+      auto [values, places] = at::max(self, dim, keepdim); out.copy_(values); indices.copy_(places))
+ACLNN(aclnnMinDim, (In self, int64_t dim, bool keepdim, Out out, Out indices),
+      auto [values, places] = at::min(self, dim, keepdim); out.copy_(values); indices.copy_(places))
+ACLNN(aclnnArgMax, (In self, int64_t dim, bool keepdim, Out out), out.copy_(at::argmax(self, dim, keepdim)))
+ACLNN(aclnnArgMin, (In self, int64_t dim, bool keepdim, Out out), out.copy_(at::argmin(self, dim, keepdim)))
+
+ACLNN(aclnnAll, (In self, Integers dims, bool keepdim, Out out),
+      out.copy_(at::all(self, all_if_none(dims, self), keepdim)))
+ACLNN(aclnnAny, (In self, Integers dims, bool keepdim, Out out),
+      out.copy_(at::any(self, all_if_none(dims, self), keepdim)))
+
+ACLNN(aclnnLinalgVectorNorm, (In self, Number order, Integers dims, bool keepdim, aclDataType, Out out),
+      at::linalg_vector_norm_out(out, self, order, all_if_none(dims, self), keepdim, out.scalar_type()))
+ACLNN(aclnnNorm, (In self, Number order, Integers dims, bool keepdim, Out out),
+      out.copy_(at::norm(self, order, all_if_none(dims, self), keepdim)))

@@ -1,0 +1,105 @@
+// What torch_npu must find in order to load and this emulator does not have. A stub that reported success without
+// doing the work would turn into silent zeros, so each of these fails and says its name.
+//
+// The CANN headers are not included here: the functions take no notice of their arguments, which the C calling
+// convention allows, and so need no signatures.
+#include <string>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace emulator {
+
+int fail(int code, const std::string& message);
+
+namespace {
+
+int unsupported(const char* function) {
+  constexpr int feature_not_support = 207000;
+  return fail(feature_not_support, std::string(function) + " is not emulated");
+}
+
+}  // namespace
+}  // namespace emulator
+
+#define UNSUPPORTED(function) \
+  EXPORT int function() { return emulator::unsupported(#function); }
+#define NOTHING(function) \
+  EXPORT void* function() { return nullptr; }
+#define UNHEARD(function) \
+  EXPORT long function() { return 0; }
+
+// Memory by physical pages, and memory shared between processes and devices.
+UNSUPPORTED(aclrtMallocPhysical)
+UNSUPPORTED(aclrtFreePhysical)
+UNSUPPORTED(aclrtReserveMemAddress)
+UNSUPPORTED(aclrtReleaseMemAddress)
+UNSUPPORTED(aclrtMapMem)
+UNSUPPORTED(aclrtUnmapMem)
+UNSUPPORTED(aclrtMemExportToShareableHandle)
+UNSUPPORTED(aclrtMemImportFromShareableHandle)
+UNSUPPORTED(aclrtMemSetPidToShareableHandle)
+UNSUPPORTED(aclrtDeviceEnablePeerAccess)
+UNSUPPORTED(aclrtDeviceGetBareTgid)
+UNSUPPORTED(aclrtResetEvent)
+UNSUPPORTED(aclrtProcessReport)
+
+// Kernels given as binaries.
+UNSUPPORTED(aclrtBinaryGetFunction)
+UNSUPPORTED(aclrtBinaryLoadFromData)
+UNSUPPORTED(aclrtGetFunctionAddr)
+UNSUPPORTED(rtDevBinaryRegister)
+UNSUPPORTED(rtFunctionRegister)
+UNSUPPORTED(rtGetC2cCtrlAddr)
+UNSUPPORTED(rtKernelLaunch)
+
+// Dumps.
+UNSUPPORTED(aclmdlInitDump)
+UNSUPPORTED(aclmdlSetDump)
+UNSUPPORTED(aclmdlFinalizeDump)
+UNSUPPORTED(aclGetDeviceCapability)
+
+// Operators by name, the way before aclnn. Descriptions are accepted and lead nowhere; the launch names the operator.
+NOTHING(aclCreateDataBuffer)
+NOTHING(aclCreateTensorDesc)
+NOTHING(aclopCreateAttr)
+UNHEARD(aclDestroyDataBuffer)
+UNHEARD(aclDestroyTensorDesc)
+UNHEARD(aclGetTensorDescDimV2)
+UNHEARD(aclGetTensorDescFormat)
+UNHEARD(aclGetTensorDescNumDims)
+UNHEARD(aclGetTensorDescType)
+UNHEARD(aclSetTensorDescName)
+UNHEARD(aclSetTensorFormat)
+UNHEARD(aclSetTensorPlaceMent)
+UNHEARD(aclSetTensorShape)
+UNHEARD(aclopDestroyAttr)
+UNHEARD(aclopSetAttrBool)
+UNHEARD(aclopSetAttrDataType)
+UNHEARD(aclopSetAttrFloat)
+UNHEARD(aclopSetAttrInt)
+UNHEARD(aclopSetAttrListBool)
+UNHEARD(aclopSetAttrListFloat)
+UNHEARD(aclopSetAttrListInt)
+UNHEARD(aclopSetAttrListListInt)
+UNHEARD(aclopSetAttrString)
+
+EXPORT int aclopCompileAndExecute(const char* operator_name) {
+  return emulator::unsupported((std::string("operator ") + operator_name + " (by aclop)").c_str());
+}
+
+EXPORT int aclopCompileAndExecuteV2(const char* operator_name) { return aclopCompileAndExecute(operator_name); }
+
+// Telemetry, limits on how long an operation may take, collectives to be deterministic: there is nothing here that they would change.
+UNHEARD(MsprofGetHashId)
+UNHEARD(MsprofRegisterCallback)
+UNHEARD(MsprofReportAdditionalInfo)
+UNHEARD(MsprofReportApi)
+UNHEARD(MsprofReportCompactInfo)
+UNHEARD(MsprofSysCycleTime)
+UNHEARD(aclAppLog)
+UNHEARD(aclrtSetOpWaitTimeout)
+UNHEARD(aclrtSetOpExecuteTimeOut)
+UNHEARD(aclrtSetStreamFailureMode)
+UNHEARD(aclrtSetStreamAttribute)
+UNHEARD(aclrtSetDeviceSatMode)
+UNHEARD(HcclSetConfig)

@@ -1,0 +1,101 @@
+"""What a policy is told and what it may answer.
+
+A policy sees integers only: `key` names a block, `graph` one pass through a forward, `layer` the position of a
+layer in the list that the offload context was given. It runs, and is tested, without a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Policy(Protocol):
+    """Decides what is offloaded when, and when it is brought back.
+
+    A policy is advice. The manager fetches a block that is needed whatever the policy said of it, and takes no
+    notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
+    """
+
+    def check(self, num_layers: int) -> None:
+        """Raises ValueError if a model of this many layers does not suit the policy."""
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        """The actions to take now, in order. Called under the manager's lock: never blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBegin:
+    """A forward through a model of `num_layers` layers begins."""
+
+    graph: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBegin:
+    """A layer's forward begins, or its backward does."""
+
+    graph: int
+    layer: int
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEnd:
+    """A layer's forward has ended: what it saves is known."""
+
+    graph: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardEnd:
+    """The forward has ended. It may have ended early, by an exception."""
+
+    graph: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A layer saved a block for backward. A block that a later layer saves too is told again, with that layer."""
+
+    graph: int
+    layer: int
+    key: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Nobody needs the block any more."""
+
+    key: int
+
+
+Event = ForwardBegin | LayerBegin | LayerEnd | ForwardEnd | Saved | Dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Begin to copy the block to the host. It stays on the device until it is released."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give up the block's device memory: work issued from now on waits, on the device, for its copy to end."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Begin to copy the block back to the device."""
+
+    key: int
+
+
+Action = Offload | Release | Reload

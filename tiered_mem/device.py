@@ -1,0 +1,120 @@
+"""The accelerator: npu, cuda, or cpu as a plain fallback. The only file that knows which."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any, Protocol, cast
+
+import torch
+
+from .errors import DeviceUnavailable
+
+_KNOWN = ("npu", "cuda", "cpu")
+
+
+class Event(Protocol):
+    """A mark in a stream's work."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Work that a device does in order."""
+
+    @property
+    def stream_id(self) -> int: ...
+    def record_event(self) -> Event: ...
+    def wait_event(self, event: Event) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Device:
+    """One device with its streams and its memory.
+
+    device: such as "npu", "npu:1", "cuda:0" or "cpu". Raises ValueError for a kind that is not known and
+        DeviceUnavailable for one that this machine does not have.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        kind, _, index = str(device).partition(":")
+        if kind not in _KNOWN or (index and not index.isdecimal()):
+            raise ValueError(
+                f"unknown device {str(device)!r}; known are {', '.join(_KNOWN)}, as in 'npu' or 'npu:1'"
+            )
+        self.kind = kind
+        self._module = _module(kind)
+        self.torch_device = torch.device(kind, self._index(index)) if self._module else torch.device(kind)
+
+    def current_stream(self) -> Stream:
+        """The stream on which the caller's thread issues its work now."""
+        return cast(Stream, self._module.current_stream(self.torch_device)) if self._module else _INLINE
+
+    def new_stream(self) -> Stream:
+        return cast(Stream, self._module.Stream(self.torch_device)) if self._module else _INLINE
+
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Work issued inside goes to `stream`."""
+        return self._module.stream(stream) if self._module else contextlib.nullcontext()
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.torch_device
+
+    def plain_layout(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage holds nothing but the elements, in no format of the device's own."""
+        return self.kind != "npu" or self._npu_format(tensor) in _NPU_PLAIN_FORMATS
+
+    def memory_allocated(self) -> int:
+        """Bytes of device memory in tensors; 0 on cpu, where nobody counts."""
+        return int(self._module.memory_allocated(self.torch_device)) if self._module else 0
+
+    def _index(self, index: str) -> int:
+        count = self._module.device_count()
+        chosen = int(index) if index else self._module.current_device()
+        if chosen >= count:
+            raise DeviceUnavailable(f"device '{self.kind}:{chosen}' asked for, but this machine has {count}")
+        return int(chosen)
+
+    def _npu_format(self, tensor: torch.Tensor) -> int:
+        return int(importlib.import_module("torch_npu").get_npu_format(tensor))
+
+
+# ND, NCHW, NHWC and NCDHW in torch_npu's numbering; the others are tiled.
+_NPU_PLAIN_FORMATS = frozenset({2, 0, 1, 30})
+
+
+def _module(kind: str) -> Any:
+    """torch.npu, torch.cuda, or None for the cpu."""
+    if kind == "cpu":
+        return None
+    if kind == "npu":
+        try:
+            importlib.import_module("torch_npu")
+        except ImportError as error:
+            raise DeviceUnavailable("device 'npu' needs torch_npu: pip install 'tiered_mem[npu]'") from error
+    module = getattr(torch, kind)
+    if not module.is_available():
+        raise DeviceUnavailable(f"device {kind!r} asked for, but torch.{kind}.is_available() is False")
+    return module
+
+
+class _InlineStream:
+    """The cpu's only stream: work is done when the call that issues it returns. It is its own event."""
+
+    stream_id = 0
+
+    def record_event(self) -> Event:
+        return self
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+
+_INLINE = _InlineStream()

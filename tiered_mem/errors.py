@@ -1,0 +1,36 @@
+"""The errors of tiered_mem. Bad arguments are ValueError; everything else is a TieredMemError."""
+
+from __future__ import annotations
+
+from .sizes import format_bytes
+
+
+class TieredMemError(Exception):
+    """Anything that tiered_mem itself raises."""
+
+
+class DeviceUnavailable(TieredMemError, RuntimeError):
+    """The device that was asked for is not on this machine, or its package is not installed."""
+
+
+class TierFull(TieredMemError, MemoryError):
+    """A tier has no room. All sizes in bytes; `free` may lie in pieces that are each too small."""
+
+    def __init__(self, tier: str, *, needed: int, free: int, used: int, limit: int, advice: str) -> None:
+        self.needed, self.free, self.used, self.limit = needed, free, used, limit
+        super().__init__(
+            f"{tier} tier: needed {format_bytes(needed)}, free {format_bytes(free)}, "
+            f"used {format_bytes(used)}, limit {format_bytes(limit)}; {advice}"
+        )
+
+
+class ChangedTensor(TieredMemError, RuntimeError):
+    """A tensor was changed in place between its save in forward and its use in backward."""
+
+
+class PolicyError(TieredMemError, RuntimeError):
+    """A policy answered with something that is not an action."""
+
+
+class Closed(TieredMemError, RuntimeError):
+    """The manager is closed."""

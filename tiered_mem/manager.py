@@ -1,0 +1,304 @@
+"""The service that owns every block and moves it between the tiers as a policy says."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from .block import Block, Place, View, flat_bytes, span_of
+from .context import OffloadContext
+from .device import Device
+from .errors import ChangedTensor, Closed, PolicyError, TierFull
+from .host_limit import host_limit
+from .pinned import host_pool
+from .policies import Action, Dropped, Event, Offload, Policy, Release, Reload, Saved, policy_by_name
+from .sizes import format_bytes, parse_bytes
+from .stats import Counters, flatten, summary
+from .tiers import DeviceTier, HostTier
+from .transfer import TransferEngine
+
+_log = logging.getLogger("tiered_mem.manager")
+
+
+class TieringManager:
+    """Moves blocks between the device and host memory while a model trains.
+
+    policy: a Policy, or the name of one ("layer-order").
+    device: "npu", "cuda" or "cpu", with or without an index.
+    host_bytes: the most host memory to use, an int of bytes or a string such as "64GiB". None is half of what this
+        process may use: the cgroup's limit, or else the machine's RAM.
+
+    Use it as a context manager, or call close(). Raises ValueError for arguments that cannot be right, and
+    DeviceUnavailable for a device that this machine does not have.
+    """
+
+    def __init__(
+        self, *, policy: Policy | str, device: str | torch.device = "npu", host_bytes: int | str | None = None
+    ) -> None:
+        self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
+        capacity = _host_capacity(host_bytes)
+        self.device = Device(device)
+        self._device_tier = DeviceTier(self.device)
+        self._host = HostTier(host_pool(self.device, capacity), capacity)
+        self._engine = TransferEngine(self.device)
+        self._counters = Counters()
+        self._blocks: dict[int, Block] = {}
+        self._by_span: dict[tuple[int, int, int], Block] = {}
+        self._keys = itertools.count()
+        self._graphs = itertools.count()
+        self._closed = False
+        # One lock over bookkeeping and the issuing of copies. A saved tensor may die anywhere, even in the middle
+        # of the code that holds the lock, so that its block is only put on this list, for whoever has the lock.
+        self._lock = threading.Lock()
+        self._let_go: deque[Block] = deque()
+
+    def offload_context(
+        self, layers: Iterable[torch.nn.Module], *, min_bytes: int | str = 1 << 20
+    ) -> OffloadContext:
+        """A context for the forward: `with manager.offload_context(model.layers): loss = model(batch)`.
+
+        layers: the modules whose activations the policy may move, in the order of the forward. What other modules
+            save stays on the device.
+        min_bytes: smaller tensors stay on the device.
+
+        Raises ValueError where the policy does not suit that many layers.
+        """
+        modules = list(layers)
+        self._policy.check(len(modules))
+        return OffloadContext(self, modules, parse_bytes(min_bytes))
+
+    def stats(self) -> dict[str, int | str]:
+        """Counters and sizes in bytes, under names such as "host.used.peak"."""
+        with self._exclusive():
+            self._host.collect()
+            live = {place: [b for b in self._blocks.values() if b.place is place] for place in Place}
+            return flatten(self._counters, self._host.pool_stats(), self._host.slots, live)
+
+    def memory_summary(self) -> str:
+        """The stats as a table."""
+        return summary(str(self.device.torch_device), self.stats())
+
+    def synchronize(self) -> None:
+        """Waits on the host for every copy that was started, and takes back the slots they used."""
+        with self._exclusive():
+            self._engine.synchronize()
+            self._host.collect()
+
+    def close(self) -> None:
+        """Waits for the copies under way and frees the host memory. Closing again does nothing.
+
+        Activations that are still on the host are lost: a backward that needs them raises Closed.
+        """
+        with self._exclusive():
+            if self._closed:
+                return
+            self._closed = True
+            self._engine.synchronize()
+            for block in list(self._blocks.values()):
+                self._retire(block)
+            self._host.close()
+
+    def __enter__(self) -> TieringManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What the offload context calls.
+
+    def new_graph(self) -> int:
+        """A number for one pass through a forward."""
+        if self._closed:
+            raise Closed("the manager is closed: make a new one")
+        return next(self._graphs)
+
+    def notify(self, event: Event) -> None:
+        """Tells the policy and does what it answers."""
+        with self._exclusive():
+            self._decide(event)
+
+    def save(self, tensor: torch.Tensor, graph: int, layer: int) -> Block:
+        """Takes a tensor that a layer saves for backward. Whoever gets the block lets go of it once."""
+        with self._exclusive():
+            block = self._block_of(tensor)
+            block.holders += 1
+            block.versions.append((tensor.detach(), tensor._version))
+            self._decide(Saved(graph, layer, block.key, block.nbytes))
+            return block
+
+    def load(self, block: Block, view: View) -> torch.Tensor:
+        """The saved tensor, on the device and ready for work that is issued now on the current stream.
+
+        Raises ChangedTensor, or Closed where its bytes went with the manager.
+        """
+        with self._exclusive():
+            if block.place is Place.GONE:
+                raise Closed("the manager was closed before this backward, and the activations with it")
+            if not block.unchanged():
+                raise ChangedTensor(
+                    f"a saved tensor of shape {tuple(view.shape)} was changed in place between forward and backward"
+                )
+            if block.place is Place.HOST:
+                self._counters.reloads_on_demand += 1
+                self._reload(block)
+            return self._arrived(block, view)
+
+    def let_go(self, block: Block) -> None:
+        """One saved tensor less needs the block. May be called from anywhere, from `__del__` too."""
+        self._let_go.append(block)
+        self._bury_let_go()
+
+    # The decisions and moves, all under the lock.
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._bury_let_go()
+
+    def _bury_let_go(self) -> None:
+        """Whoever finds the lock free does it; who does not leaves it to the lock's holder, who comes here next."""
+        while self._let_go and self._lock.acquire(blocking=False):
+            try:
+                while self._let_go:
+                    self._drop_holder(self._let_go.popleft())
+            finally:
+                self._lock.release()
+
+    def _drop_holder(self, block: Block) -> None:
+        block.holders -= 1
+        if block.holders == 0 and block.place is not Place.GONE:
+            self._retire(block)
+            self._decide(Dropped(block.key))
+
+    def _decide(self, event: Event) -> None:
+        actions: Sequence[Action] = self._policy.decide(event)
+        for action in actions:
+            match action:
+                case Offload(key) if key in self._blocks:
+                    self._offload(self._blocks[key])
+                case Release(key) if key in self._blocks:
+                    self._release(self._blocks[key])
+                case Reload(key) if key in self._blocks:
+                    self._reload_if_room(self._blocks[key])
+                case Offload() | Release() | Reload():
+                    pass  # advice about a block that is gone by now
+                case _:
+                    raise PolicyError(f"{type(self._policy).__name__} answered {action!r}, which is not an action")
+
+    def _block_of(self, tensor: torch.Tensor) -> Block:
+        """The block of the tensor's storage, a new one if it has none that holds the same contents."""
+        span = span_of(tensor)
+        known = self._by_span.get(span)
+        if known is not None and known.unchanged() and known.versions[-1][1] == tensor._version:
+            return known
+        block = Block(next(self._keys), span, self._device_tier.adopt(flat_bytes(tensor, span)))
+        self._blocks[block.key] = self._by_span[span] = block
+        return block
+
+    def _offload(self, block: Block) -> None:
+        if block.place is not Place.DEVICE or block.device is None or not block.unchanged():
+            return
+        try:
+            block.host = self._host.reserve(block.nbytes, before_waiting=self._counters.count_host_wait)
+        except TierFull as error:
+            if self._counters.kept.count == 0:
+                _log.warning("an activation stays on the device: %s. Later ones are only counted", error)
+            self._counters.kept.add(block.nbytes)
+            return
+        block.ticket = self._engine.offload(block.device, block.host)
+        block.place = Place.LEAVING
+        self._counters.offloaded.add(block.nbytes)
+
+    def _release(self, block: Block) -> None:
+        if block.place is not Place.LEAVING or block.device is None or block.ticket is None:
+            return
+        block.changed = not block.unchanged()
+        block.ticket.hold(block.device.stream)
+        block.place = Place.HOST
+        self._forget_device(block)
+        self._counters.released.add(block.nbytes)
+
+    def _reload_if_room(self, block: Block) -> None:
+        """Early, on a policy's advice: where the device is full now, backward will ask again when it must."""
+        try:
+            self._reload(block)
+        except torch.OutOfMemoryError:
+            self._counters.postponed += 1
+
+    def _reload(self, block: Block) -> None:
+        if block.place is Place.LEAVING:
+            self._stay(block)
+        if block.place is not Place.HOST or block.host is None:
+            return
+        block.device = self._device_tier.reserve(block.nbytes)
+        block.ticket = self._engine.reload(block.host, block.device, after=block.ticket)
+        block.place = Place.ARRIVING
+        block.versions = [(block.device.tensor, block.device.tensor._version)]
+        self._host.release(block.host, block.ticket.event)
+        block.host = None
+        self._counters.reloaded.add(block.nbytes)
+
+    def _stay(self, block: Block) -> None:
+        """The block is wanted before it was released: it has been on the device all the time."""
+        if block.host is not None and block.ticket is not None:
+            self._host.release(block.host, block.ticket.event)
+        block.host = block.ticket = None
+        block.place = Place.DEVICE
+
+    def _arrived(self, block: Block, view: View) -> torch.Tensor:
+        slot = block.device
+        if slot is None:
+            raise Closed(f"block {block.key} has no bytes on the device")
+        tensor = view.of(slot.tensor)
+        if block.place is Place.LEAVING or block.ticket is None:
+            return tensor
+        stream = self.device.current_stream()
+        block.ticket.hold(stream)
+        block.place = Place.DEVICE
+        if stream.stream_id != slot.stream.stream_id:
+            # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
+            tensor.record_stream(stream)  # type: ignore[arg-type]
+        return tensor
+
+    def _retire(self, block: Block) -> None:
+        """Gives up all that a block has. What a copy still uses outlives the copy."""
+        under_way = block.place in (Place.LEAVING, Place.ARRIVING)
+        if under_way and block.device is not None and block.ticket is not None:
+            block.ticket.hold(block.device.stream)
+        if block.host is not None:
+            self._host.release(block.host, block.ticket.event if block.ticket is not None else None)
+        self._forget_device(block)
+        block.host = block.ticket = None
+        block.place = Place.GONE
+        del self._blocks[block.key]
+
+    def _forget_device(self, block: Block) -> None:
+        block.device = None
+        block.versions.clear()
+        if self._by_span.get(block.span) is block:
+            del self._by_span[block.span]
+
+
+def _host_capacity(host_bytes: int | str | None) -> int:
+    limit = host_limit()
+    if host_bytes is None:
+        return limit.nbytes // 2
+    capacity = parse_bytes(host_bytes)
+    if capacity > limit.nbytes:
+        raise ValueError(
+            f"host_bytes={host_bytes!r} is {format_bytes(capacity)}, more than {limit.source} allows "
+            f"({format_bytes(limit.nbytes)})"
+        )
+    return capacity

@@ -1,0 +1,32 @@
+"""Sizes in bytes as people write them: 4096, "512MiB", "64GiB"."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes, from an int or a string such as "64GiB". Raises ValueError below 1 and for other text."""
+    match = re.fullmatch(r"\s*(-?\d*\.?\d+)\s*([A-Za-z]*)\s*", str(size))
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f'{size!r} is not a size; write an int of bytes or a string such as "64GiB"')
+    nbytes = int(float(match[1]) * _UNITS[match[2]])
+    if nbytes < 1:
+        raise ValueError(f"a size must be at least 1 byte, not {size!r}")
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """Such as "96.0 MiB"."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,139 @@
+"""The tiers that blocks live in: device memory and pinned host memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .allocators import OutOfHostMemory, PoolStats, Region, SlabPool
+from .device import Device, Event, Stream
+from .errors import TierFull
+
+
+@dataclass(slots=True, eq=False)
+class DeviceSlot:
+    """Device bytes as a 1-dimensional uint8 tensor, and the stream whose work produces and uses them."""
+
+    tensor: torch.Tensor
+    stream: Stream
+
+
+@dataclass(slots=True, eq=False)
+class HostSlot:
+    """Host bytes as a 1-dimensional uint8 tensor over a region of the pool."""
+
+    tensor: torch.Tensor
+    region: Region
+
+
+class DeviceTier:
+    """The memory of the device. It belongs to torch's caching allocator, which gives and takes."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def adopt(self, flat: torch.Tensor) -> DeviceSlot:
+        """A slot over bytes that are on the device already."""
+        return DeviceSlot(flat, self._device.current_stream())
+
+    def reserve(self, nbytes: int) -> DeviceSlot:
+        """New device bytes, allocated on the stream that is current, so that they go back to its pool.
+
+        Raises torch.OutOfMemoryError.
+        """
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        return DeviceSlot(flat, self._device.current_stream())
+
+
+class HostTier:
+    """A slab pool of host memory, at most `capacity` bytes.
+
+    A slot that a copy may still use is given back with that copy's event, and handed out again when the event has
+    come to pass. The pool itself knows nothing of streams.
+    """
+
+    def __init__(self, pool: SlabPool, capacity: int) -> None:
+        self._pool = pool
+        self.capacity = capacity
+        self._slabs: dict[int, torch.Tensor] = {}
+        self._returning: deque[tuple[HostSlot, Event]] = deque()
+        self._slots = 0
+
+    def reserve(self, nbytes: int, *, before_waiting: Callable[[], None]) -> HostSlot:
+        """Raises TierFull where even the slots that are about to be free would not make room.
+
+        before_waiting: called each time the host has to wait for a copy to end before there is room.
+        """
+        self.collect()
+        while True:
+            try:
+                return self._slot(self._pool.allocate(nbytes))
+            except OutOfHostMemory as error:
+                if not self._returning:
+                    raise self._full(nbytes) from error
+            before_waiting()
+            self._take_back()
+
+    def release(self, slot: HostSlot, event: Event | None) -> None:
+        """Gives a slot back; `event` is the end of the last copy that uses it, None if there is none."""
+        if event is None:
+            self._free(slot)
+        else:
+            self._returning.append((slot, event))
+            self.collect()
+
+    def collect(self) -> None:
+        """Takes back the slots whose copies have ended. Does not wait."""
+        while self._returning and self._returning[0][1].query():
+            self._take_back()
+
+    @property
+    def slots(self) -> int:
+        """Slots in use, those that are on their way back among them."""
+        return self._slots
+
+    def pool_stats(self) -> PoolStats:
+        return self._pool.stats()
+
+    def close(self) -> None:
+        """Waits for the copies that still use slots and frees the memory. Raises RuntimeError on live slots."""
+        while self._returning:
+            self._take_back()
+        self._slabs.clear()
+        self._pool.close()
+
+    def _take_back(self) -> None:
+        slot, event = self._returning.popleft()
+        event.synchronize()
+        self._free(slot)
+
+    def _free(self, slot: HostSlot) -> None:
+        self._slots -= 1
+        self._pool.deallocate(slot.region)
+
+    def _slot(self, region: Region) -> HostSlot:
+        slab = self._pool.slab(region)
+        whole = self._slabs.get(slab.ptr)
+        if whole is None or whole.numel() < slab.nbytes:
+            # torch looks at the start of a storage to tell whether it is pinned, so that there is one per slab.
+            whole = torch.frombuffer((ctypes.c_char * slab.nbytes).from_address(slab.ptr), dtype=torch.uint8)
+            self._slabs[slab.ptr] = whole
+        self._slots += 1
+        start = region.ptr - slab.ptr
+        return HostSlot(whole[start : start + region.nbytes], region)
+
+    def _full(self, nbytes: int) -> TierFull:
+        stats = self._pool.stats()
+        never = nbytes > self.capacity
+        return TierFull(
+            "host",
+            needed=nbytes,
+            free=self.capacity - stats.used,
+            used=stats.used,
+            limit=self.capacity,
+            advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
+        )
