@@ -1,8 +1,9 @@
-"""The device that the tests run on: the emulated NPU, unless TIERED_MEM_TEST_DEVICE says "cuda" or a real NPU is here."""
+"""The tests run on the emulated NPU, on a real one where there is one, or on what TIERED_MEM_TEST_DEVICE names."""
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import ascend_emulator
 import pytest
@@ -31,18 +32,24 @@ def device_module() -> object:
     return getattr(torch, KIND)
 
 
+class Link(Protocol):
+    """Sets the bandwidth of the emulated host link, in both directions or in one: link("100MB/s", h2d="1GB/s")."""
+
+    def __call__(self, rate: str = "0", *, h2d: str | None = None, d2h: str | None = None) -> None: ...
+
+
 @pytest.fixture
-def link() -> Iterator[Callable[[str], None]]:
-    """Sets the bandwidth of both directions of the emulated host link, such as link("100MB/s"), for this test."""
+def link() -> Iterator[Link]:
+    """A link whose speed the test can set. Afterwards it has no limit, as before."""
     if not EMULATED:
         pytest.skip("only the emulated device has a link whose speed can be set")
 
-    def set_rate(rate: str) -> None:
-        ascend_emulator.configure(h2d_bytes_per_s=rate, d2h_bytes_per_s=rate)
+    def set_rate(rate: str = "0", *, h2d: str | None = None, d2h: str | None = None) -> None:
+        ascend_emulator.configure(h2d_bytes_per_s=h2d or rate, d2h_bytes_per_s=d2h or rate)
 
     yield set_rate
     getattr(torch, KIND).synchronize()
-    ascend_emulator.configure(h2d_bytes_per_s=0, d2h_bytes_per_s=0)
+    set_rate()
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -50,3 +53,11 @@ def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
     """Whether both hold the same names and the same bits."""
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether the condition comes true, within ten seconds: autograd's threads let go of a graph when they like."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()

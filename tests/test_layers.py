@@ -1,0 +1,142 @@
+"""What may import what, read off the source."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LEAVES = ("allocators", "policies")
+PRODUCT = sorted(path for folder in ("tiered_mem", *LEAVES) for path in (ROOT / folder).glob("*.py"))
+DEPENDENCIES = {"torch", "numpy", "safetensors", "psutil"}
+
+# The files of tiered_mem/, from the bottom up: each may import those of the rows above its own, and the leaves.
+ORDER = [
+    ["sizes", "host_limit"],
+    ["errors"],
+    ["device"],
+    ["tiers", "pinned"],
+    ["transfer"],
+    ["block"],
+    ["stats", "context"],
+    ["manager"],
+    ["__init__"],
+]
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def without_typing(tree: ast.Module) -> ast.Module:
+    """Without what stands under `if TYPE_CHECKING:`, which never runs."""
+
+    class Cut(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST:
+            if ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                node.body = [ast.Pass()]
+            return self.generic_visit(node)
+
+    return Cut().visit(tree)
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """The modules that are imported anywhere in a file, a relative one with its dots: "torch.nn", ".block"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield "." * node.level + node.module
+        elif isinstance(node, ast.ImportFrom):
+            yield from ("." * node.level + alias.name for alias in node.names)
+
+
+def top(module: str) -> str:
+    return module.split(".")[0]
+
+
+def names(tree: ast.Module, package: str) -> bool:
+    """Whether code, not a comment or a docstring, speaks of a package: imports it, or has its name in a string."""
+    literals = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return any(top(name) == package for name in (*imports(tree), *literals))
+
+
+def calls(tree: ast.Module) -> Iterator[str]:
+    return (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+@pytest.mark.parametrize("folder", LEAVES)
+def test_leaves_import_the_standard_library_and_themselves(folder: str) -> None:
+    """For typing too: what a leaf's signatures name, it depends on."""
+    paths = sorted((ROOT / folder).glob("*.py"))
+    own = {f".{path.stem}" for path in paths}
+    assert len(paths) > 1
+    for path in paths:
+        strange = {name for name in imports(tree_of(path)) if top(name) not in sys.stdlib_module_names} - own
+        assert not strange, f"{path.relative_to(ROOT)} imports {strange}"
+
+
+def test_tiered_mem_imports_downwards() -> None:
+    """An import for typing may point upwards: it is how a file names the type of what is handed to it."""
+    below = {f".{leaf}" for leaf in LEAVES}
+    for row in ORDER:
+        for name in row:
+            path = ROOT / "tiered_mem" / f"{name}.py"
+            own = {
+                module
+                for module in imports(without_typing(tree_of(path)))
+                if module.startswith((".", "tiered_mem"))
+            }
+            assert own <= below, f"tiered_mem/{name}.py imports {own - below}, which is not below it"
+        below |= {f".{name}" for name in row}
+
+
+def test_every_file_of_tiered_mem_has_its_place() -> None:
+    files = {path.stem for path in (ROOT / "tiered_mem").glob("*.py")}
+    assert files == {name for row in ORDER for name in row}, "give a new file its row in ORDER"
+
+
+def test_product_code_imports_its_dependencies_only() -> None:
+    for path in PRODUCT:
+        foreign = {top(name) for name in imports(tree_of(path)) if not name.startswith(".")}
+        foreign -= sys.stdlib_module_names | DEPENDENCIES
+        assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
+
+
+def test_only_device_names_torch_npu() -> None:
+    naming = [str(path.relative_to(ROOT)) for path in PRODUCT if names(tree_of(path), "torch_npu")]
+    assert naming == ["tiered_mem/device.py"]
+
+
+def test_the_product_does_not_know_of_the_emulator() -> None:
+    assert [str(path) for path in PRODUCT if names(tree_of(path), "ascend_emulator")] == []
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_assert_and_no_print(path: Path) -> None:
+    tree = tree_of(path)
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert "print" not in calls(tree)
+
+
+def test_importing_brings_in_the_dependencies_only() -> None:
+    """torch brings in much of its own accord, so what counts is what comes on top of the dependencies."""
+    code = (
+        "import json, sys, torch, numpy, safetensors, psutil; before = set(sys.modules); import tiered_mem;"
+        "print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))"
+    )
+    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    before, added = (set(modules) for modules in json.loads(done.stdout))
+    assert "tiered_mem.manager" in added
+    assert {top(name) for name in added} - sys.stdlib_module_names <= {"tiered_mem", *DEPENDENCIES}
+    assert not {top(name) for name in before | added} & {"torch_npu", "rich", "hypothesis", "ascend_emulator"}
