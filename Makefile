@@ -19,7 +19,7 @@ lint: setup
 	$(RUN) -m mypy tiered_mem emulator/ascend_emulator
 
 bench: setup
-	$(RUN) -m ascend_emulator --unless-hardware benchmarks/offload_overhead.py
+	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.offload_overhead
 
 $(VENV)/.installed: pyproject.toml emulator/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

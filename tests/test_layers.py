@@ -36,7 +36,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def without_typing(tree: ast.Module) -> ast.Module:
-    """Without what stands under `if TYPE_CHECKING:`, which never runs."""
+    """The tree without what stands under `if TYPE_CHECKING:`, which never runs."""
 
     class Cut(ast.NodeTransformer):
         def visit_If(self, node: ast.If) -> ast.AST:
@@ -44,7 +44,8 @@ def without_typing(tree: ast.Module) -> ast.Module:
                 node.body = [ast.Pass()]
             return self.generic_visit(node)
 
-    return Cut().visit(tree)
+    Cut().visit(tree)
+    return tree
 
 
 def imports(tree: ast.Module) -> Iterator[str]:

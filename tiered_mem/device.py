@@ -38,8 +38,8 @@ class Device:
     """
 
     def __init__(self, device: str | torch.device) -> None:
-        kind, _, index = str(device).partition(":")
-        if kind not in _KNOWN or (index and not index.isdecimal()):
+        kind, colon, index = str(device).partition(":")
+        if kind not in _KNOWN or (colon and not index.isdecimal()):
             raise ValueError(
                 f"unknown device {str(device)!r}; known are {', '.join(_KNOWN)}, as in 'npu' or 'npu:1'"
             )
@@ -92,7 +92,9 @@ def _module(kind: str) -> Any:
         try:
             importlib.import_module("torch_npu")
         except ImportError as error:
-            raise DeviceUnavailable("device 'npu' needs torch_npu: pip install 'tiered_mem[npu]'") from error
+            if error.name == "torch_npu":
+                raise DeviceUnavailable("device 'npu' needs torch_npu: pip install 'tiered_mem[npu]'") from error
+            raise DeviceUnavailable(f"device 'npu' asked for, but torch_npu does not load: {error}") from error
     module = getattr(torch, kind)
     if not module.is_available():
         raise DeviceUnavailable(f"device {kind!r} asked for, but torch.{kind}.is_available() is False")

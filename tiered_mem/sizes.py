@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -16,7 +17,7 @@ def parse_bytes(size: int | str) -> int:
     match = re.fullmatch(r"\s*(-?\d*\.?\d+)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2] not in _UNITS:
         raise ValueError(f'{size!r} is not a size; write an int of bytes or a string such as "64GiB"')
-    nbytes = int(float(match[1]) * _UNITS[match[2]])
+    nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
     if nbytes < 1:
         raise ValueError(f"a size must be at least 1 byte, not {size!r}")
     return nbytes

@@ -1,11 +1,12 @@
 """The CPU fallback: an operator that libopapi does not serve runs on the CPU, or says that it cannot.
 
 torch_npu registers about 1,900 operators. Those named in `native_ops` keep torch_npu's kernels, which are
-asynchronous. Every other one is replaced here, in this order:
+asynchronous. Every other one is replaced here by the first of these that it has:
 
-- an operator that PyTorch builds from others is taken apart into them, under autograd too;
-- one with a CPU kernel copies its arguments to the CPU, runs there, and copies the results back;
-- the rest raise NotImplementedError with the operator's name.
+- another operator that computes the same natively;
+- the operators that PyTorch builds it from, under autograd too;
+- a CPU kernel: the arguments are copied to the CPU, and the results back;
+- a NotImplementedError with the operator's name.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,22 +21,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ascend_emulator.native_ops import native_operators
 
 
-def install() -> list[Library]:
-    """Replaces what is not native. The replacements hold as long as the returned libraries are kept."""
-    libraries = {namespace: Library(namespace, "IMPL") for namespace in ("aten", "npu")}
+def install() -> None:
+    """Replaces what is not native, for the rest of the process."""
+    libraries = {
+        namespace: Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        for namespace in ("aten", "npu")
+    }
     native = native_operators()
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
             operator = None if name in native else _find(name)
-            kernel = None if operator is None else _replacement(operator, key)
-            if kernel is not None:
-                namespace, _, rest = name.partition("::")
-                libraries[namespace].impl(rest, kernel, key, allow_override=True)
-    return list(libraries.values())
+            kernel = None if operator is None else _replacement(name, operator, key)
+            if operator is not None and kernel is not None:
+                library = libraries[operator.namespace]
+                library.impl(operator, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
+    # A replacement ends with its Library; torch.library keeps its own permanent ones here.
+    torch.library._keep_alive.extend(libraries.values())
 
 
 def _find(name: str) -> OpOverload | None:
-    """The operator of that name; None for other namespaces and for registrations without an operator."""
+    """The operator of that name; None in other namespaces, and for a registration that has no operator."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     if namespace not in ("aten", "npu"):
@@ -45,19 +50,25 @@ def _find(name: str) -> OpOverload | None:
     return operator if isinstance(operator, OpOverload) else None
 
 
-def _replacement(operator: OpOverload, key: str) -> Callable[..., Any] | None:
+# torch_npu's own gelu does not tell the kernel which approximation is wanted.
+_SAME_AS = {"aten::gelu": "npu::npu_gelu", "aten::gelu_backward": "npu::npu_gelu_backward"}
+
+
+def _replacement(name: str, operator: OpOverload, key: str) -> Callable[..., Any] | None:
+    if name in _SAME_AS:
+        return _find(_SAME_AS[name])
     if operator._can_decompose():
         return operator.decompose
     if key != "PrivateUse1":
         return None
-    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), "CPU"):
+    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
         return _on_cpu(operator)
-    return _refusal(operator)
+    return _refusal(name)
 
 
-def _refusal(operator: OpOverload) -> Callable[..., Any]:
+def _refusal(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"the emulated NPU has no kernel for {operator.name()}")
+        raise NotImplementedError(f"the emulated NPU has no kernel for {name}")
 
     return refuse
 
@@ -104,7 +115,7 @@ class _Mirror:
             return
         if original.shape != copy.shape:
             original.resize_(copy.shape)
-        original.copy_(copy)
+        original.copy_(copy.to(self._device))
 
     def to_npu(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -50,11 +50,11 @@ _ATEN = {
         masked_fill_.Scalar masked_fill_.Tensor maximum maximum.out minimum minimum.out mul.Scalar
         mul.Tensor mul.out mul_.Scalar mul_.Tensor neg neg.out neg_ pow.Scalar pow.Scalar_out
         pow.Tensor_Scalar pow.Tensor_Scalar_out pow.Tensor_Tensor pow.Tensor_Tensor_out pow_.Scalar
-        pow_.Tensor reciprocal reciprocal.out reciprocal_ round round.decimals round.decimals_out
-        round.out round_ round_.decimals rsqrt rsqrt.out rsqrt_ rsub.Scalar rsub.Tensor sigmoid
-        sigmoid.out sigmoid_ sign sign.out sign_ sin sin.out sin_ sinh sinh.out sinh_ sqrt sqrt.out
-        sqrt_ sub.Scalar sub.Tensor sub.out sub_.Scalar sub_.Tensor tan tan.out tan_ tanh tanh.out tanh_
-        trunc trunc.out trunc_ where where.self where.self_out
+        pow_.Tensor reciprocal reciprocal.out reciprocal_ round round.out round_ rsqrt rsqrt.out rsqrt_
+        rsub.Scalar rsub.Tensor sgn sgn.out sigmoid sigmoid.out sigmoid_ sign sign.out sign_ sin sin.out
+        sin_ sinh sinh.out sinh_ sqrt sqrt.out sqrt_ sub.Scalar sub.Tensor sub.out sub_.Scalar
+        sub_.Tensor tan tan.out tan_ tanh tanh.out tanh_ trunc trunc.out trunc_ where where.self
+        where.self_out
     """,
     "comparisons": """
         eq.Scalar eq.Scalar_out eq.Tensor eq.Tensor_out eq_.Scalar eq_.Tensor ge.Scalar ge.Scalar_out
@@ -64,9 +64,9 @@ _ATEN = {
         ne.Tensor ne.Tensor_out ne_.Scalar ne_.Tensor
     """,
     "activations": """
-        gelu.out gelu_backward relu relu_ sigmoid_backward sigmoid_backward.grad_input silu silu.out
-        silu_ silu_backward silu_backward.grad_input tanh_backward tanh_backward.grad_input threshold
-        threshold.out threshold_ threshold_backward
+        relu relu_ sigmoid_backward sigmoid_backward.grad_input silu silu.out silu_ silu_backward
+        silu_backward.grad_input tanh_backward tanh_backward.grad_input threshold threshold.out
+        threshold_ threshold_backward
     """,
     "matrix products": """
         addmm addmm.dtype addmm.dtype_out addmm.out addmm_ baddbmm baddbmm.dtype baddbmm.dtype_out
@@ -76,20 +76,20 @@ _ATEN = {
     "reductions": """
         all all.all_out all.dim all.out amax amax.out amin amin.out any any.all_out any.dim any.out
         argmax.out argmin argmin.out linalg_vector_norm linalg_vector_norm.out logsumexp logsumexp.out
-        max max.dim max.dim_max max.out mean mean.dim mean.out min min.dim min.dim_min min.out
-        norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype norm.dtype_out
-        norm.out sum sum.IntList_out sum.dim_IntList var.correction var.correction_out
+        max max.dim max.dim_max max.out mean mean.dim mean.out min min.dim min.dim_min min.out sum
+        sum.IntList_out sum.dim_IntList
     """,
     "softmax, norms, losses, attention": """
         _fused_sdp_choice _log_softmax _log_softmax.out _log_softmax_backward_data
         _log_softmax_backward_data.out _softmax _softmax.out _softmax_backward_data
-        _softmax_backward_data.out mse_loss mse_loss.out mse_loss_backward mse_loss_backward.grad_input
-        native_layer_norm native_layer_norm_backward nll_loss_backward nll_loss_backward.grad_input
-        nll_loss_forward nll_loss_forward.output scaled_dot_product_attention softmax.int
+        _softmax_backward_data.out binary_cross_entropy_with_logits mse_loss mse_loss.out
+        mse_loss_backward mse_loss_backward.grad_input native_layer_norm native_layer_norm_backward
+        nll_loss_backward nll_loss_backward.grad_input nll_loss_forward nll_loss_forward.output
+        scaled_dot_product_attention softmax.int
     """,
     "indexing": """
-        embedding embedding_dense_backward gather gather.out index_select index_select.out scatter_add
-        scatter_add_
+        embedding embedding_dense_backward gather gather.out index_add index_add.out index_select
+        index_select.out scatter_add scatter_add_
     """,
     "random": """
         bernoulli bernoulli.out bernoulli.p bernoulli_.Tensor bernoulli_.float native_dropout
@@ -125,7 +125,16 @@ _ATEN = {
 
 _NPU = {
     "copies and casts": """
-        _npu_dtype_cast _npu_dtype_cast_backward npu_dtype_cast npu_dtype_cast_backward npu_dtype_cast_
-        one_
+        _npu_dtype_cast _npu_dtype_cast_backward npu_dtype_cast npu_dtype_cast_ npu_dtype_cast_backward
+        one_ copy_memory_ npu_change_data_ptr get_npu_format get_storage_size npu_format_cast
+        npu_format_cast.Tensor npu_format_cast_ npu_format_cast_.acl_format _npu_format_cast
+    """,
+    "activations, norms, attention, losses": """
+        npu_gelu npu_gelu_backward npu_swiglu npu_swiglu_backward npu_rms_norm npu_rms_norm_backward
+        npu_fusion_attention npu_fusion_attention_grad npu_fusion_attention_v3
+        npu_fusion_attention_grad_v3 npu_binary_cross_entropy_with_logits_backward
+    """,
+    "indexing and random": """
+        npu_gather_backward _npu_dropout npu_dropout_backward
     """,
 }

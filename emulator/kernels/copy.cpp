@@ -5,6 +5,7 @@ using namespace emulator;
 
 ACLNN(aclnnInplaceCopy, (Out self, In source), self.copy_(source))
 ACLNN(aclnnCast, (In self, aclDataType, Out out), out.copy_(self))
+ACLNN(aclnnComplex, (In real, In imaginary, Out out), out.copy_(at::complex(real, imaginary)))
 
 ACLNN(aclnnInplaceZero, (Out self), self.zero_())
 ACLNN(aclnnInplaceOne, (Out self), self.fill_(1))

@@ -13,3 +13,5 @@ ACLNN(aclnnIndexSelect, (In self, int64_t dim, In index, Out out),
 ACLNN(aclnnGather, (In self, int64_t dim, In index, Out out), out.copy_(at::gather(self, dim, index)))
 ACLNN(aclnnScatterAdd, (In self, int64_t dim, In index, In source, Out out),
       out.copy_(at::scatter_add(self, dim, index, source)))
+ACLNN(aclnnIndexAdd, (In self, int64_t dim, In index, In source, Number alpha, Out out),
+      out.copy_(at::index_add(self, dim, index, source, alpha)))

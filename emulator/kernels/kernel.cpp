@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <memory>
+#include <stdexcept>
 
 namespace emulator {
 
@@ -16,7 +17,11 @@ void run_without_modes(const std::function<void()>& work) {
                                     c10::autocast_dispatch_keyset;
   c10::impl::ExcludeDispatchKeyGuard no_modes(modes);
   c10::InferenceMode no_autograd;
-  work();
+  try {
+    work();
+  } catch (const c10::Error& error) {
+    throw std::runtime_error(error.what_without_backtrace());
+  }
 }
 
 aclError launch(aclOpExecutor* executor, aclrtStream stream) {

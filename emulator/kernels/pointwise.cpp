@@ -1,6 +1,8 @@
 // One output element from the input elements at the same place.
 #include "kernel.h"
 
+#include <ATen/ScalarOps.h>
+
 using namespace emulator;
 
 #define UNARY(Name, function)                                       \
@@ -9,7 +11,7 @@ using namespace emulator;
 
 UNARY(Abs, abs)
 UNARY(Neg, neg)
-UNARY(Sign, sign)
+UNARY(Sign, sgn)
 UNARY(Sqrt, sqrt)
 UNARY(Rsqrt, rsqrt)
 UNARY(Reciprocal, reciprocal)
@@ -35,8 +37,9 @@ UNARY(Sigmoid, sigmoid)
 UNARY(LogicalNot, logical_not)
 UNARY(BitwiseNot, bitwise_not)
 
-// A scalar operand becomes a 0-dim tensor that does not take part in type promotion, as in Python.
-static at::Tensor wrap(Number value) { return at::scalar_tensor(value, at::dtype(value.type())); }
+// A number as a tensor that promotes types as Python numbers do. Tensor::mul_(Scalar) would round the number to
+// the tensor's dtype first, so scalar operands of products go this way too.
+static at::Tensor wrap(Number value) { return at::native::wrapped_scalar_tensor(value); }
 
 #define SUM(Name, function)                                                               \
   ACLNN(aclnn##Name, (In self, In other, Number alpha, Out out),                          \
@@ -56,7 +59,7 @@ ACLNN(aclnnRsubs, (In self, Number other, Number alpha, Out out), out.copy_(at::
   ACLNN(aclnn##Name, (In self, In other, Out out), at::function##_out(out, self, other))    \
   ACLNN(aclnn##Name##s, (In self, Number other, Out out), out.copy_(at::function(self, other))) \
   ACLNN(aclnnInplace##Name, (Out self, In other), self.function##_(other))                  \
-  ACLNN(aclnnInplace##Name##s, (Out self, Number other), self.function##_(other))
+  ACLNN(aclnnInplace##Name##s, (Out self, Number other), self.function##_(wrap(other)))
 
 PRODUCT(Mul, mul)
 PRODUCT(Div, div)
@@ -108,10 +111,20 @@ ACLNN(aclnnInplaceBitwiseAndTensor, (Out self, In other), self.bitwise_and_(othe
 ACLNN(aclnnInplaceBitwiseAndScalar, (Out self, Number other), self.bitwise_and_(other))
 ACLNN(aclnnIsFinite, (In self, Out out), out.copy_(at::isfinite(self)))
 
+static std::optional<at::Tensor> if_defined(In tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
 ACLNN(aclnnClamp, (In self, MaybeNumber low, MaybeNumber high, Out out), at::clamp_out(out, self, low, high))
 ACLNN(aclnnClampMin, (In self, Number low, Out out), at::clamp_min_out(out, self, low))
 ACLNN(aclnnClampMax, (In self, Number high, Out out), at::clamp_max_out(out, self, high))
+ACLNN(aclnnClampTensor, (In self, In low, In high, Out out),
+      at::clamp_out(out, self, if_defined(low), if_defined(high)))
+ACLNN(aclnnClampMinTensor, (In self, In low, Out out), at::clamp_min_out(out, self, low))
+ACLNN(aclnnClampMaxTensor, (In self, In high, Out out), at::clamp_max_out(out, self, high))
 ACLNN(aclnnInplaceClampMax, (Out self, Number high), self.clamp_max_(high))
+ACLNN(aclnnInplaceClampMinTensor, (Out self, In low), self.clamp_min_(low))
+ACLNN(aclnnInplaceClampMaxTensor, (Out self, In high), self.clamp_max_(high))
 
 ACLNN(aclnnLerp, (In self, In end, In weight, Out out), at::lerp_out(out, self, end, weight))
 ACLNN(aclnnLerps, (In self, In end, Number weight, Out out), at::lerp_out(out, self, end, weight))

@@ -1,0 +1,43 @@
+"""Runs scripts in processes of their own, on the emulated NPU or plainly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+EMULATOR = ("-m", "ascend_emulator")
+
+
+def run(
+    *arguments: str, cwd: Path, pythonpath: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """python ARGUMENTS..., without what this process has in its environment of Ascend and the emulator.
+
+    pythonpath: a folder to search before all others.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ASCEND_") and name != "LD_LIBRARY_PATH"
+    }
+    if pythonpath is not None:
+        rest = inherited.get("PYTHONPATH")
+        inherited["PYTHONPATH"] = f"{pythonpath}:{rest}" if rest else str(pythonpath)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def write_script(folder: Path, text: str) -> str:
+    """Puts the text in a script there and returns the script's name."""
+    (folder / "script.py").write_text(dedent(text))
+    return "script.py"
