@@ -28,7 +28,7 @@ from tiered_mem.policies import LayerOrderPolicy
 def main() -> None:
     options = parse()
     kind = next(
-        (kind for kind in ("npu", "cuda") if getattr(torch, kind, None) and getattr(torch, kind).is_available())
+        kind for kind in ("npu", "cuda") if getattr(torch, kind, None) and getattr(torch, kind).is_available()
     )
     console = Console()
     step = Step(kind, options)

@@ -68,7 +68,7 @@ def standard_library() -> torch.Tensor:
 def batches(
     text: torch.Tensor, *, batch: int, context: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless random pieces of the text: tokens and the targets one byte further, each of shape (batch, context)."""
+    """Endless random pieces of the text: tokens, and as targets the bytes after them, of shape (batch, context)."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - context, (batch,), generator=generator)

@@ -1,4 +1,4 @@
-"""Trains a GPT three times from one seed: with ample device memory, with too little, and with too little but tiered.
+"""Trains a GPT three times from one seed: with ample device memory, with too little, and with too little, tiered.
 
 The too-small budget is a share of what the ample run needed, so that the second run ends in OutOfMemoryError.
 """
@@ -38,7 +38,7 @@ def main() -> int:
     total = device.mem_get_info()[1]
     console.print(f"device: {device.get_device_name()}{emulated()}, {total / MIB:,.0f} MiB")
 
-    ample = train("plain, ample memory", options, kind, console)
+    ample = train("plain, ample", options, kind, console)
     budget = int(ample.peak_device * options.budget)
     device.set_per_process_memory_fraction(budget / total)
     plain = train("plain, budget", options, kind, console)
@@ -46,7 +46,7 @@ def main() -> int:
 
     console.print(table([ample, plain, tiered], budget, options))
     equal = ample.losses == tiered.losses and same(ample.weights, tiered.weights)
-    console.print(f"losses and final weights of the tiered run are bit-equal to the ample run's: {equal}")
+    console.print(f"tiered and ample run have bit-equal losses and final weights: {'yes' if equal else 'NO'}")
     if plain.out_of_memory is None:
         console.print("the plain run fitted into the budget: there was nothing to show")
     return 0 if equal and plain.out_of_memory else 1
@@ -119,7 +119,7 @@ def _train(
 
 def track(data: Any, run: Run, steps: int, console: Console) -> Any:
     """The batches, with a progress bar that shows the loss."""
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console) as progress:
         task = progress.add_task(run.name, total=steps, loss="")
         for item in data:
@@ -130,27 +130,18 @@ def track(data: Any, run: Run, steps: int, console: Console) -> Any:
 def table(runs: list[Run], budget: int, options: argparse.Namespace) -> Table:
     ample = runs[0]
     share = f"{100 * budget / ample.peak_device:.0f} % of the ample run's peak"
-    result = Table(
-        title=f"budget {budget / MIB:.0f} MiB, {share}; {options.offload} of {options.layers} layers offloaded"
-    )
-    for column in (
-        "run",
-        "first loss",
-        "last loss",
-        "peak device MiB",
-        "peak host MiB",
-        "step ms",
-        "overhead",
-    ):
-        result.add_column(column, justify="left" if column == "run" else "right")
+    title = f"budget {budget / MIB:.0f} MiB, {share}; {options.offload} of {options.layers} layers offloaded"
+    result = Table(title=title, caption="device and host: peak MiB")
+    for column in ("run", "first loss", "last loss", "device", "host", "step ms", "overhead"):
+        result.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for run in runs:
+        device = f"{run.peak_device / MIB:.0f}"
         if run.out_of_memory:
-            result.add_row(run.name, "OutOfMemoryError", "", f"{run.peak_device / MIB:.0f}", "", "", "")
+            result.add_row(run.name, "out of", "memory", device, "", "", "")
             continue
         overhead = "" if run is ample else f"{100 * (run.step / ample.step - 1):+.1f} %"
         losses = (f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}")
-        sizes = (f"{run.peak_device / MIB:.0f}", f"{run.peak_host / MIB:.0f}")
-        result.add_row(run.name, *losses, *sizes, f"{run.step * 1000:.0f}", overhead)
+        result.add_row(run.name, *losses, device, f"{run.peak_host / MIB:.0f}", f"{run.step * 1000:.0f}", overhead)
     return result
 
 

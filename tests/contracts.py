@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_mem.allocators import HostMemory, OutOfHostMemory, Region
@@ -46,6 +46,7 @@ def check_policy(make: Callable[[], Policy], min_layers: int = 0) -> None:
     It never raises, and its actions only name blocks that are alive.
     """
 
+    @settings(deadline=None)
     @given(policy_histories(min_layers))
     def check(history: list[Event]) -> None:
         policy = make()

@@ -81,15 +81,6 @@ def test_events_tell_when_work_is_done(device: str) -> None:
     event.synchronize()
 
 
-def test_memory_is_counted(device: str) -> None:
-    here = Device(device)
-    before = here.memory_allocated()
-    tensor = torch.empty(8 << 20, dtype=torch.uint8, device=here.torch_device)
-    assert 0 <= here.memory_allocated() - before - (8 << 20) <= 1024  # an allocator pads and rounds
-    del tensor
-    assert here.memory_allocated() == before
-
-
 def test_it_owns_its_tensors_only(device: str) -> None:
     on_device = torch.empty(1, device=device)
     on_cpu = torch.empty(1)
@@ -110,7 +101,7 @@ def test_layouts_of_the_devices_own_are_told_apart(device: str, monkeypatch: pyt
 
 def test_cpu_does_everything_at_once() -> None:
     cpu = Device("cpu")
-    assert (cpu.kind, cpu.torch_device, cpu.memory_allocated()) == ("cpu", torch.device("cpu"), 0)
+    assert (cpu.kind, cpu.torch_device) == ("cpu", torch.device("cpu"))
     stream = cpu.current_stream()
     assert cpu.new_stream().stream_id == stream.stream_id
     event = stream.record_event()

@@ -69,8 +69,8 @@ def names(tree: ast.Module, package: str) -> bool:
     return any(top(name) == package for name in (*imports(tree), *literals))
 
 
-def calls(tree: ast.Module) -> Iterator[str]:
-    return (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+def calls(tree: ast.Module) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
 @pytest.mark.parametrize("folder", LEAVES)

@@ -53,13 +53,16 @@ def imported_from(folder: Path) -> list[str]:
     return [str(Path(file).relative_to(folder)) for file in json.loads(done.stdout)]
 
 
+def copy_checkout(to: Path) -> Path:
+    unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
+    return shutil.copytree(ROOT, to, symlinks=True, ignore=unwanted)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The sdist and the wheel of a copy of this checkout."""
     work = tmp_path_factory.mktemp("build")
-    unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
-    shutil.copytree(ROOT, work / "checkout", symlinks=True, ignore=unwanted)
-    return build(work / "checkout", work / "dist")
+    return build(copy_checkout(work / "checkout"), work / "dist")
 
 
 def wheel_files(wheel: Path) -> set[str]:
@@ -82,6 +85,15 @@ def test_a_wheel_made_of_the_sdist_is_the_same(built: tuple[Path, Path], tmp_pat
     shutil.unpack_archive(sdist, tmp_path, filter="data")
     _, again = build(tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path / "dist")
     assert wheel_files(again) == wheel_files(wheel)
+
+
+def test_a_wheel_made_without_the_links_is_the_same(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Some archives and file systems lose them."""
+    checkout = copy_checkout(tmp_path / "checkout")
+    (checkout / "tiered_mem/allocators").unlink()
+    (checkout / "tiered_mem/policies").unlink()
+    _, again = build(checkout, tmp_path / "dist")
+    assert wheel_files(again) == wheel_files(built[1])
 
 
 def test_the_packages_import_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_mem.sizes import format_bytes, parse_bytes
@@ -34,6 +34,7 @@ def test_sizes_are_read_exactly(size: int | str, nbytes: int) -> None:
     assert parse_bytes(size) == nbytes
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**7), st.sampled_from([("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12)]))
 def test_thousandths_are_exact(thousandths: int, unit: tuple[str, int]) -> None:
     name, scale = unit
@@ -94,6 +95,7 @@ def test_sizes_are_written_in_the_unit_that_suits(nbytes: int, text: str) -> Non
     assert format_bytes(nbytes) == text
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1 << 50))
 def test_what_is_written_can_be_read_back(nbytes: int) -> None:
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05)

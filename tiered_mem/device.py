@@ -45,11 +45,13 @@ class Device:
             )
         self.kind = kind
         self._module = _module(kind)
-        self.torch_device = torch.device(kind, self._index(index)) if self._module else torch.device(kind)
+        self._number = self._existing(index) if self._module else 0
+        self._npu_format = importlib.import_module("torch_npu").get_npu_format if kind == "npu" else None
+        self.torch_device = torch.device(kind, self._number) if self._module else torch.device(kind)
 
     def current_stream(self) -> Stream:
         """The stream on which the caller's thread issues its work now."""
-        return cast(Stream, self._module.current_stream(self.torch_device)) if self._module else _INLINE
+        return cast(Stream, self._module.current_stream(self._number)) if self._module else _INLINE
 
     def new_stream(self) -> Stream:
         return cast(Stream, self._module.Stream(self.torch_device)) if self._module else _INLINE
@@ -63,21 +65,14 @@ class Device:
 
     def plain_layout(self, tensor: torch.Tensor) -> bool:
         """Whether the storage holds nothing but the elements, in no format of the device's own."""
-        return self.kind != "npu" or self._npu_format(tensor) in _NPU_PLAIN_FORMATS
+        return self._npu_format is None or self._npu_format(tensor) in _NPU_PLAIN_FORMATS
 
-    def memory_allocated(self) -> int:
-        """Bytes of device memory in tensors; 0 on cpu, where nobody counts."""
-        return int(self._module.memory_allocated(self.torch_device)) if self._module else 0
-
-    def _index(self, index: str) -> int:
+    def _existing(self, index: str) -> int:
         count = self._module.device_count()
         chosen = int(index) if index else self._module.current_device()
         if chosen >= count:
             raise DeviceUnavailable(f"device '{self.kind}:{chosen}' asked for, but this machine has {count}")
         return int(chosen)
-
-    def _npu_format(self, tensor: torch.Tensor) -> int:
-        return int(importlib.import_module("torch_npu").get_npu_format(tensor))
 
 
 # ND, NCHW, NHWC and NCDHW in torch_npu's numbering; the others are tiled.

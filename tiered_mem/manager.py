@@ -18,7 +18,7 @@ from .device import Device
 from .errors import ChangedTensor, Closed, PolicyError, TierFull
 from .host_limit import host_limit
 from .pinned import host_pool
-from .policies import Action, Dropped, Event, Offload, Policy, Release, Reload, Saved, policy_by_name
+from .policies import Dropped, Event, Offload, Policy, Release, Reload, Saved, policy_by_name
 from .sizes import format_bytes, parse_bytes
 from .stats import Counters, flatten, summary
 from .tiers import DeviceTier, HostTier
@@ -149,7 +149,7 @@ class TieringManager:
                 )
             if block.place is Place.HOST:
                 self._counters.reloads_on_demand += 1
-                self._reload(block)
+                self._reload([block])
             return self._arrived(block, view)
 
     def let_go(self, block: Block) -> None:
@@ -183,19 +183,18 @@ class TieringManager:
             self._decide(Dropped(block.key))
 
     def _decide(self, event: Event) -> None:
-        actions: Sequence[Action] = self._policy.decide(event)
-        for action in actions:
-            match action:
-                case Offload(key) if key in self._blocks:
-                    self._offload(self._blocks[key])
-                case Release(key) if key in self._blocks:
-                    self._release(self._blocks[key])
-                case Reload(key) if key in self._blocks:
-                    self._reload_if_room(self._blocks[key])
-                case Offload() | Release() | Reload():
-                    pass  # advice about a block that is gone by now
-                case _:
-                    raise PolicyError(f"{type(self._policy).__name__} answered {action!r}, which is not an action")
+        for kind, alike in itertools.groupby(self._policy.decide(event), type):
+            actions = list(alike)
+            if kind not in (Offload, Release, Reload):
+                raise PolicyError(f"{type(self._policy).__name__} answered {actions[0]!r}, which is not an action")
+            # Advice about a block that is gone by now is passed over.
+            blocks = [self._blocks[action.key] for action in actions if action.key in self._blocks]
+            if kind is Offload:
+                self._offload(blocks)
+            elif kind is Release:
+                self._release(blocks)
+            else:
+                self._reload_early(blocks)
 
     def _block_of(self, tensor: torch.Tensor) -> Block:
         """The block of the tensor's storage, a new one if it has none that holds the same contents."""
@@ -207,48 +206,65 @@ class TieringManager:
         self._blocks[block.key] = self._by_span[span] = block
         return block
 
-    def _offload(self, block: Block) -> None:
-        if block.place is not Place.DEVICE or block.device is None or not block.unchanged():
-            return
-        try:
-            block.host = self._host.reserve(block.nbytes, before_waiting=self._counters.count_host_wait)
-        except TierFull as error:
-            if self._counters.kept.count == 0:
-                _log.warning("an activation stays on the device: %s. Later ones are only counted", error)
-            self._counters.kept.add(block.nbytes)
-            return
-        block.ticket = self._engine.offload(block.device, block.host)
-        block.place = Place.LEAVING
-        self._counters.offloaded.add(block.nbytes)
+    def _offload(self, blocks: Sequence[Block]) -> None:
+        moves = []
+        for block in blocks:
+            if block.place is not Place.DEVICE or block.device is None or not block.unchanged():
+                continue
+            try:
+                block.host = self._host.reserve(block.nbytes, before_waiting=self._counters.count_host_wait)
+            except TierFull as error:
+                self._keep(block, error)
+                continue
+            block.place = Place.LEAVING
+            moves.append((block, block.device, block.host))
+        if moves:
+            ticket = self._engine.offload([(source, destination) for _, source, destination in moves])
+            for block, _, _ in moves:
+                block.ticket = ticket
+                self._counters.offloaded.add(block.nbytes)
 
-    def _release(self, block: Block) -> None:
-        if block.place is not Place.LEAVING or block.device is None or block.ticket is None:
-            return
-        block.changed = not block.unchanged()
-        block.ticket.hold(block.device.stream)
-        block.place = Place.HOST
-        self._forget_device(block)
-        self._counters.released.add(block.nbytes)
+    def _keep(self, block: Block, error: TierFull) -> None:
+        if self._counters.kept.count == 0:
+            _log.warning("an activation stays on the device: %s. Later ones are only counted", error)
+        self._counters.kept.add(block.nbytes)
 
-    def _reload_if_room(self, block: Block) -> None:
-        """Early, on a policy's advice: where the device is full now, backward will ask again when it must."""
+    def _release(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if block.place is not Place.LEAVING or block.device is None or block.ticket is None:
+                continue
+            block.changed = not block.unchanged()
+            block.ticket.hold(block.device.stream)
+            block.place = Place.HOST
+            self._forget_device(block)
+            self._counters.released.add(block.nbytes)
+
+    def _reload_early(self, blocks: Sequence[Block]) -> None:
+        """On a policy's advice. Where the device is full now, backward will ask again when it must."""
         try:
-            self._reload(block)
+            self._reload(blocks)
         except torch.OutOfMemoryError:
-            self._counters.postponed += 1
+            self._counters.postponed += sum(block.place is Place.HOST for block in blocks)
 
-    def _reload(self, block: Block) -> None:
-        if block.place is Place.LEAVING:
-            self._stay(block)
-        if block.place is not Place.HOST or block.host is None:
-            return
-        block.device = self._device_tier.reserve(block.nbytes)
-        block.ticket = self._engine.reload(block.host, block.device, after=block.ticket)
-        block.place = Place.ARRIVING
-        block.versions = [(block.device.tensor, block.device.tensor._version)]
-        self._host.release(block.host, block.ticket.event)
-        block.host = None
-        self._counters.reloaded.add(block.nbytes)
+    def _reload(self, blocks: Sequence[Block]) -> None:
+        """Raises torch.OutOfMemoryError where the device has no room; what it had room for is on its way then."""
+        moves = []
+        try:
+            for block in blocks:
+                if block.place is Place.LEAVING:
+                    self._stay(block)
+                elif block.place is Place.HOST and block.host is not None:
+                    block.device = self._device_tier.reserve(block.nbytes)
+                    block.place = Place.ARRIVING
+                    moves.append((block, block.host, block.device))
+        finally:
+            tickets = self._engine.reload([(source, slot, block.ticket) for block, source, slot in moves])
+            for (block, source, slot), ticket in zip(moves, tickets, strict=True):
+                block.ticket = ticket
+                block.host = None
+                block.versions = [(slot.tensor, slot.tensor._version)]
+                self._host.release(source, ticket.event)
+                self._counters.reloaded.add(block.nbytes)
 
     def _stay(self, block: Block) -> None:
         """The block is wanted before it was released: it has been on the device all the time."""

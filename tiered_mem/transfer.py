@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Sequence
 
 from .device import Device, Event, Stream
 from .tiers import DeviceSlot, HostSlot
@@ -21,35 +21,44 @@ class TransferEngine:
         self._to_host = device.new_stream()
         self._to_device = device.new_stream()
 
-    def offload(self, source: DeviceSlot, destination: HostSlot) -> Ticket:
-        """Copies to the host, after the work that the source's stream has been given so far."""
-        self._to_host.wait_event(source.stream.record_event())
-        return self._copy(self._to_host, source.tensor, destination.tensor)
+    def offload(self, moves: Sequence[tuple[DeviceSlot, HostSlot]]) -> Ticket:
+        """Copies to the host, after the work that the sources' streams have been given so far.
 
-    def reload(self, source: HostSlot, destination: DeviceSlot, *, after: Ticket | None) -> Ticket:
-        """Copies to the device, after `after`, the copy that fills the host slot.
-
-        It also comes after the work that the destination's stream has been given so far: the caching allocator
-        hands out memory that such work may still be using.
+        One ticket stands for all: what leaves together is released together.
         """
-        self._to_device.wait_event(destination.stream.record_event())
-        if after is not None:
-            after.hold(self._to_device)
-        return self._copy(self._to_device, source.tensor, destination.tensor)
+        _wait_for_work(self._to_host, (source for source, _ in moves))
+        with self._device.on(self._to_host):
+            for source, destination in moves:
+                destination.tensor.copy_(source.tensor, non_blocking=True)
+        return Ticket(self._to_host.record_event())
+
+    def reload(self, moves: Sequence[tuple[HostSlot, DeviceSlot, Ticket | None]]) -> list[Ticket]:
+        """Copies to the device, each after the copy that fills its host slot, if that has a ticket.
+
+        They also come after the work that the destinations' streams have been given so far: the caching allocator
+        hands out memory that such work may still be using. Each has its own ticket, so that backward can begin with
+        the first while the others are on their way.
+        """
+        if not moves:
+            return []
+        _wait_for_work(self._to_device, (destination for _, destination, _ in moves))
+        tickets = []
+        with self._device.on(self._to_device):
+            for source, destination, filled in moves:
+                if filled is not None:
+                    filled.hold(self._to_device)
+                destination.tensor.copy_(source.tensor, non_blocking=True)
+                tickets.append(Ticket(self._to_device.record_event()))
+        return tickets
 
     def synchronize(self) -> None:
         """Waits on the host for every copy that was started."""
         self._to_host.synchronize()
         self._to_device.synchronize()
 
-    def _copy(self, side: Stream, source: torch.Tensor, destination: torch.Tensor) -> Ticket:
-        with self._device.on(side):
-            destination.copy_(source, non_blocking=True)
-        return Ticket(side.record_event())
-
 
 class Ticket:
-    """One copy that was started."""
+    """Copies that were started and will have ended when `event` has come to pass."""
 
     __slots__ = ("_held", "event")
 
@@ -58,7 +67,12 @@ class Ticket:
         self._held: set[int] = set()
 
     def hold(self, stream: Stream) -> None:
-        """Makes what `stream` is given from now on wait for the copy. The host does not wait."""
+        """Makes what `stream` is given from now on wait for the copies. The host does not wait."""
         if stream.stream_id not in self._held:
             stream.wait_event(self.event)
             self._held.add(stream.stream_id)
+
+
+def _wait_for_work(side: Stream, slots: Iterable[DeviceSlot]) -> None:
+    for stream in {slot.stream.stream_id: slot.stream for slot in slots}.values():
+        side.wait_event(stream.record_event())

@@ -30,7 +30,7 @@ def install() -> None:
     native = native_operators()
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-            operator = None if name in native else _find(name)
+            operator = None if name in native - _PARTLY_NATIVE.keys() else _find(name)
             kernel = None if operator is None else _replacement(name, operator, key)
             if operator is not None and kernel is not None:
                 library = libraries[operator.namespace]
@@ -50,6 +50,17 @@ def _find(name: str) -> OpOverload | None:
     return operator if isinstance(operator, OpOverload) else None
 
 
+def _has_native_order(self: torch.Tensor, order: float = 2, *args: Any, **kwargs: Any) -> bool:
+    return order in (0, 1, 2, 3, float("inf"), float("-inf"))
+
+
+# What torch_npu serves by libopapi for some arguments only; for others it would use an interface of CANN that is
+# not emulated, and after the error from there it runs nothing more without a word.
+_PARTLY_NATIVE: dict[str, Callable[..., bool]] = {
+    "aten::linalg_vector_norm": _has_native_order,
+    "aten::linalg_vector_norm.out": _has_native_order,
+}
+
 # torch_npu's own gelu does not tell the kernel which approximation is wanted.
 _SAME_AS = {"aten::gelu": "npu::npu_gelu", "aten::gelu_backward": "npu::npu_gelu_backward"}
 
@@ -57,6 +68,8 @@ _SAME_AS = {"aten::gelu": "npu::npu_gelu", "aten::gelu_backward": "npu::npu_gelu
 def _replacement(name: str, operator: OpOverload, key: str) -> Callable[..., Any] | None:
     if name in _SAME_AS:
         return _find(_SAME_AS[name])
+    if name in _PARTLY_NATIVE:
+        return _choose(_PARTLY_NATIVE[name], operator)
     if operator._can_decompose():
         return operator.decompose
     if key != "PrivateUse1":
@@ -64,6 +77,19 @@ def _replacement(name: str, operator: OpOverload, key: str) -> Callable[..., Any
     if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
         return _on_cpu(operator)
     return _refusal(name)
+
+
+def _choose(is_native: Callable[..., bool], operator: OpOverload) -> Callable[..., Any]:
+    native = torch.library.get_kernel(operator, "PrivateUse1")
+    on_cpu = _on_cpu(operator)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_native(*args, **kwargs):
+            return native.call_boxed(keys, *args, **kwargs)
+        return on_cpu(*args, **kwargs)
+
+    return run
 
 
 def _refusal(name: str) -> Callable[..., Any]:

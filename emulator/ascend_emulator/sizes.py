@@ -1,6 +1,7 @@
 """Sizes and rates as people write them: 4096, "512MiB", "4GB/s"."""
 
 import re
+from fractions import Fraction
 
 from ascend_emulator.errors import EmulatorError
 
@@ -21,11 +22,11 @@ def parse_bytes(size: int | str) -> int:
 
 def parse_rate(rate: int | str) -> int:
     """Bytes per second, from an int or a string such as "4GB/s"; 0 stands for no limit."""
-    return _parse(rate.removesuffix("/s") if isinstance(rate, str) else rate)
+    return _parse(rate, per="(?:/s)?")
 
 
-def _parse(size: int | str) -> int:
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(size))
+def _parse(size: int | str, per: str = "") -> int:
+    match = re.fullmatch(rf"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*){per}\s*", str(size))
     if match is None or match[2] not in _UNITS:
         raise EmulatorError(f'{size!r} is not a size; write it like 4096, "512MiB", "2GB" or "4GB/s"')
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Fraction(match[1]) * _UNITS[match[2]])

@@ -13,6 +13,7 @@ from ascend_emulator.imports import TorchNpuFinder
 from ascend_emulator.sizes import parse_bytes, parse_rate
 
 LIBRARIES = Path(__file__).parent / "lib"
+KERNELS = LIBRARIES / "libopapi.so"
 KNOWN_TORCH_NPU = ("2.13.0",)
 
 
@@ -39,11 +40,13 @@ def start(
         raise EmulatorError("torch is imported already; call ascend_emulator.start() before `import torch`")
     if stack not in ("current", "old"):
         raise EmulatorError(f"unknown stack {stack!r}; known are 'current' and 'old'")
-    environment = {"HBM_BYTES": str(parse_bytes(hbm_bytes)), "STACK": stack}
-    if h2d_bytes_per_s is not None:
-        environment["H2D_BYTES_PER_S"] = str(parse_rate(h2d_bytes_per_s))
-    if d2h_bytes_per_s is not None:
-        environment["D2H_BYTES_PER_S"] = str(parse_rate(d2h_bytes_per_s))
+    # Every variable is written, for those of a parent process may be there.
+    environment = {
+        "HBM_BYTES": str(parse_bytes(hbm_bytes)),
+        "H2D_BYTES_PER_S": str(parse_rate(h2d_bytes_per_s or 0)),
+        "D2H_BYTES_PER_S": str(parse_rate(d2h_bytes_per_s or 0)),
+        "STACK": stack,
+    }
     if not over_real_cann and (cann := real_cann()):
         raise EmulatorError(
             f"this machine has a real CANN ({cann}); run the script without the emulator, or force it with "
@@ -53,7 +56,7 @@ def start(
     for name, value in environment.items():
         os.environ[f"ASCEND_EMULATOR_{name}"] = value
     _load_runtime()
-    sys.meta_path.insert(0, TorchNpuFinder(LIBRARIES / "libopapi.so"))
+    sys.meta_path.insert(0, TorchNpuFinder(KERNELS))
 
 
 def configure(
@@ -90,7 +93,9 @@ def _check_torch_npu() -> None:
 def _load_runtime() -> None:
     """Loads every library by its full path: torch_npu, which asks by bare name, is then given these."""
     names = ("ascendcl", "hccl", "ge_runner", "graph", "acl_tdt_channel", "acl_op_compiler")
-    for path in (LIBRARIES / f"lib{name}.so" for name in names):
+    runtime = [LIBRARIES / f"lib{name}.so" for name in names]
+    for path in (*runtime, KERNELS):
         if not path.exists():
             raise EmulatorError(f"{path} is not built; run `make -C {LIBRARIES.parent.parent}`")
+    for path in runtime:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

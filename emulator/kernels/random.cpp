@@ -19,6 +19,8 @@ ACLNN(aclnnInplaceRandom, (Out self, int64_t from, int64_t to, uint64_t seed, ui
       self.random_(from, to, generator(seed, offset)))
 ACLNN(aclnnInplaceBernoulli, (Out self, Number probability, uint64_t seed, uint64_t offset),
       self.bernoulli_(probability.toDouble(), generator(seed, offset)))
+ACLNN(aclnnInplaceBernoulliTensor, (Out self, In probabilities, uint64_t seed, uint64_t offset),
+      self.bernoulli_(probabilities, generator(seed, offset)))
 
 static void dropout_mask(int64_t elements, double probability, uint64_t seed, uint64_t offset, Out mask) {
   at::Tensor kept = at::empty({elements}, at::kBool);

@@ -79,9 +79,10 @@ ACL_EXPORT aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, si
   if (std::strcmp(copy.name, "copy_h2h") == 0) {
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtMemcpyAsync: host to host is not supported");
   }
-  submit(stream, {copy.name, {{from, nbytes}}, {{to, nbytes}}, [=] { copy.link->move(to, from, nbytes); }});
+  const auto move = [=] { copy.link->move(to, from, nbytes); };
+  const aclError code = submit(stream, {copy.name, {{from, nbytes}}, {{to, nbytes}}, move});
   // CANN returns from an asynchronous copy of pageable memory only when it is done.
-  return copy.pageable ? aclrtSynchronizeStream(stream) : ACL_SUCCESS;
+  return code == ACL_SUCCESS && copy.pageable ? aclrtSynchronizeStream(stream) : code;
 }
 
 ACL_EXPORT aclError aclrtMemset(void* to, size_t room, int32_t value, size_t nbytes) {

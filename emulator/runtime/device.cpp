@@ -4,6 +4,7 @@
 
 #include <acl/acl_op_compiler.h>
 
+#include <cstdio>
 #include <cstring>
 #include <map>
 
@@ -45,10 +46,10 @@ class Options {
   std::map<int, std::string> compile_{{static_cast<int>(ACL_OP_JIT_COMPILE), "disable"}};
 };
 
-// The last call that failed on this thread.
+// The last call that failed on this thread. No std::string: calls come, and fail, after a thread's objects are gone.
 struct LastError {
   aclError code = ACL_SUCCESS;
-  std::string message;
+  char message[512] = "";
 };
 
 LastError& last_error() {
@@ -64,7 +65,8 @@ const char* version_of(aclCANNPackageName package) {
 }  // namespace
 
 aclError fail(aclError code, const std::string& message) {
-  last_error() = {code, message};
+  last_error().code = code;
+  std::snprintf(last_error().message, sizeof LastError::message, "%s", message.c_str());
   return code;
 }
 
@@ -108,7 +110,7 @@ ACL_EXPORT aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) {
   return ACL_SUCCESS;
 }
 
-ACL_EXPORT const char* aclGetRecentErrMsg() { return last_error().message.c_str(); }
+ACL_EXPORT const char* aclGetRecentErrMsg() { return last_error().message; }
 
 ACL_EXPORT aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return last_error().code; }
 

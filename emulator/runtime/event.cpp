@@ -8,36 +8,26 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// An event can be recorded again and again; a wait is for the record that was newest when the wait was issued.
-class Event {
+// One record of an event: a point in a stream that is reached once.
+class Mark {
  public:
-  uint64_t issue() {
-    std::lock_guard lock(mutex_);
-    return ++issued_;
-  }
-
-  uint64_t newest() {
-    std::lock_guard lock(mutex_);
-    return issued_;
-  }
-
-  void reach(uint64_t record) {
+  void reach() {
     {
       std::lock_guard lock(mutex_);
-      reached_ = std::max(reached_, record);
+      reached_ = true;
       when_ = Clock::now();
     }
     changed_.notify_all();
   }
 
-  void wait(uint64_t record) {
+  void wait() {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return reached_ >= record; });
+    changed_.wait(lock, [this] { return reached_; });
   }
 
-  bool complete() {
+  bool reached() {
     std::lock_guard lock(mutex_);
-    return reached_ >= issued_;
+    return reached_;
   }
 
   Clock::time_point when() {
@@ -48,15 +38,36 @@ class Event {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  uint64_t issued_ = 0;
-  uint64_t reached_ = 0;
+  bool reached_ = false;
   Clock::time_point when_;
 };
 
-// The handle owns a share, and so does each queued record and wait: an event may be destroyed while it is in use.
-using Shared = std::shared_ptr<Event>;
+// An event stands for its newest record. A wait keeps the mark that it was issued for, so the event may be recorded
+// again, on any stream, or destroyed while it is in use.
+class Event {
+ public:
+  aclError record(aclrtStream stream) {
+    auto mark = std::make_shared<Mark>();
+    const aclError code = submit(stream, {"event_record", {}, {}, [mark] { mark->reach(); }});
+    if (code != ACL_SUCCESS) return code;
+    // Only now, when it is queued: a wait that got in before it on the same stream would never end.
+    std::lock_guard lock(mutex_);
+    newest_ = std::move(mark);
+    return ACL_SUCCESS;
+  }
 
-Shared& event_of(aclrtEvent handle) { return *static_cast<Shared*>(handle); }
+  // Empty before the first record.
+  std::shared_ptr<Mark> newest() {
+    std::lock_guard lock(mutex_);
+    return newest_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<Mark> newest_;
+};
+
+Event& event_of(aclrtEvent handle) { return *static_cast<Event*>(handle); }
 
 }  // namespace
 }  // namespace emulator
@@ -64,7 +75,7 @@ Shared& event_of(aclrtEvent handle) { return *static_cast<Shared*>(handle); }
 using namespace emulator;
 
 ACL_EXPORT aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
-  *event = new Shared(std::make_shared<Event>());
+  *event = new Event;
   return ACL_SUCCESS;
 }
 
@@ -79,27 +90,21 @@ ACL_EXPORT aclError aclrtDestroyEvent(aclrtEvent event) {
   return ACL_SUCCESS;
 }
 
-ACL_EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
-  Shared shared = event_of(event);
-  const uint64_t record = shared->issue();
-  return submit(stream, {"event_record", {}, {}, [=] { shared->reach(record); }});
-}
+ACL_EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) { return event_of(event).record(stream); }
 
 ACL_EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
-  Shared shared = event_of(event);
-  const uint64_t record = shared->newest();
-  return submit(stream, {"event_wait", {}, {}, [=] { shared->wait(record); }});
+  const auto mark = event_of(event).newest();
+  return mark ? submit(stream, {"event_wait", {}, {}, [mark] { mark->wait(); }}) : ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent event) {
-  Shared shared = event_of(event);
-  shared->wait(shared->newest());
+  if (const auto mark = event_of(event).newest()) mark->wait();
   return ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
-  const bool complete = event_of(event)->complete();
-  *status = complete ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  const auto mark = event_of(event).newest();
+  *status = !mark || mark->reached() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }
 
@@ -114,10 +119,11 @@ ACL_EXPORT aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus* 
 }
 
 ACL_EXPORT aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtEvent end) {
-  if (!event_of(start)->complete() || !event_of(end)->complete()) {
+  const auto from = event_of(start).newest();
+  const auto to = event_of(end).newest();
+  if (!from || !to || !from->reached() || !to->reached()) {
     return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "aclrtEventElapsedTime: an event has not been reached yet");
   }
-  const auto elapsed = event_of(end)->when() - event_of(start)->when();
-  *milliseconds = std::chrono::duration<float, std::milli>(elapsed).count();
+  *milliseconds = std::chrono::duration<float, std::milli>(to->when() - from->when()).count();
   return ACL_SUCCESS;
 }

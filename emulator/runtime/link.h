@@ -12,7 +12,7 @@ class Link {
  public:
   explicit Link(const std::atomic<double>& bytes_per_s) : bytes_per_s_(bytes_per_s) {}
 
-  // Moves the bytes in at least nbytes / bandwidth, asleep between the chunks.
+  // Moves the bytes in at least nbytes / bandwidth, asleep until each chunk is due.
   void move(void* destination, const void* source, size_t nbytes);
 
  private:

@@ -6,13 +6,14 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdio>
 #include <cstring>
 
 namespace emulator {
 namespace {
 
 constexpr size_t kPage = 4096;
-
 constexpr size_t kHugePage = 2 << 20;
 
 // Pages come on first touch, so a large capacity costs nothing until it is used; huge ones, so that the first
@@ -20,6 +21,7 @@ constexpr size_t kHugePage = 2 << 20;
 void* map(size_t nbytes) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   const size_t spare = nbytes >= kHugePage ? kHugePage : 0;
+  if (nbytes > SIZE_MAX - spare) return nullptr;
   void* mapped = mmap(nullptr, nbytes + spare, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
   if (spare == 0) return mapped;
@@ -117,12 +119,14 @@ void Memory::bury(void* pointer, size_t nbytes) {
 aclError Memory::register_host(void* pointer, size_t nbytes) {
   const auto start = reinterpret_cast<uintptr_t>(pointer);
   if (start % kPage != 0 || nbytes == 0) {
-    return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: the address must be a multiple of 4096");
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: needs a multiple of 4096 as address, and some bytes");
   }
   std::lock_guard lock(mutex_);
-  if (!host_.insert({start, {nbytes, false}}).second) {
-    return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: registered already");
+  const auto next = host_.upper_bound(start);
+  if (covers(host_, pointer) || (next != host_.end() && next->first - start < nbytes)) {
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: a part of it is pinned already");
   }
+  host_[start] = {nbytes, false};
   return ACL_SUCCESS;
 }
 
@@ -181,8 +185,9 @@ ACL_EXPORT aclError aclrtMallocHostWithCfg(void** pointer, uint64_t nbytes, aclr
 ACL_EXPORT aclError aclrtFreeHost(void* pointer) { return Memory::get().free_host(pointer); }
 
 ACL_EXPORT aclError aclrtHostRegister(void* pointer, uint64_t nbytes, aclrtHostRegisterType, void** device_pointer) {
-  if (device_pointer != nullptr) *device_pointer = pointer;
-  return Memory::get().register_host(pointer, nbytes);
+  const aclError code = Memory::get().register_host(pointer, nbytes);
+  if (code == ACL_SUCCESS && device_pointer != nullptr) *device_pointer = pointer;
+  return code;
 }
 
 ACL_EXPORT aclError aclrtHostRegisterV2(void* pointer, uint64_t nbytes, uint32_t) {

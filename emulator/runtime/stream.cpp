@@ -16,6 +16,13 @@ aclError told(const StreamError& error) {
   return error.code == ACL_SUCCESS ? ACL_SUCCESS : fail(error.code, error.message);
 }
 
+aclError unknown(const char* function) {
+  return fail(ACL_ERROR_RT_STREAM_CONTEXT, std::string(function) + ": not a stream, or one that was destroyed");
+}
+
+// PyTorch adds a C++ backtrace below the message of its exceptions.
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
 }  // namespace
 
 Stream::Stream() : id_(next_stream_id()), thread_([this] { run(); }) {}
@@ -33,19 +40,20 @@ void Stream::push(Operation operation) {
   {
     std::lock_guard lock(mutex_);
     queue_.push_back(std::move(operation));
+    ++pushed_;
   }
   arrived_.notify_one();
 }
 
 StreamError Stream::synchronize() {
   std::unique_lock lock(mutex_);
-  drained_.wait(lock, [this] { return queue_.empty() && !busy_; });
+  finished_.wait(lock, [this, last = pushed_] { return done_ >= last; });
   return error_;
 }
 
 bool Stream::idle() {
   std::lock_guard lock(mutex_);
-  return queue_.empty() && !busy_;
+  return done_ == pushed_;
 }
 
 void Stream::run() {
@@ -55,13 +63,12 @@ void Stream::run() {
     if (queue_.empty()) return;
     Operation operation = std::move(queue_.front());
     queue_.pop_front();
-    busy_ = true;
     lock.unlock();
     execute(operation);
-    operation = {};  // what the body holds is let go before the stream counts as drained
+    operation = {};  // what the body holds is let go before the operation counts as done
     lock.lock();
-    busy_ = false;
-    if (queue_.empty()) drained_.notify_all();
+    ++done_;
+    finished_.notify_all();
   }
 }
 
@@ -71,7 +78,7 @@ void Stream::execute(Operation& operation) {
   } catch (const std::exception& failure) {
     std::lock_guard lock(mutex_);
     if (error_.code == ACL_SUCCESS) {
-      error_ = {ACL_ERROR_RT_INTERNAL_ERROR, operation.name + " failed on the device: " + failure.what()};
+      error_ = {ACL_ERROR_RT_INTERNAL_ERROR, operation.name + " failed on the device: " + first_line(failure.what())};
     }
   }
 }
@@ -81,39 +88,37 @@ Streams& Streams::all() {
   return *streams;
 }
 
-Stream* Streams::create() {
+aclrtStream Streams::create() {
   std::lock_guard lock(mutex_);
-  return streams_.emplace_back(std::make_unique<Stream>()).get();
+  return streams_.emplace_back(std::make_shared<Stream>()).get();
 }
 
-void Streams::destroy(Stream* stream) {
-  std::unique_ptr<Stream> doomed;
+std::shared_ptr<Stream> Streams::find(aclrtStream handle) {
+  std::lock_guard lock(mutex_);
+  if (handle == nullptr) {
+    if (!default_) default_ = streams_.emplace_back(std::make_shared<Stream>());
+    return default_;
+  }
+  auto found = std::find_if(streams_.begin(), streams_.end(), [=](auto& stream) { return stream.get() == handle; });
+  return found == streams_.end() ? nullptr : *found;
+}
+
+void Streams::destroy(const std::shared_ptr<Stream>& stream) {
   {
     std::lock_guard lock(mutex_);
-    auto found = std::find_if(streams_.begin(), streams_.end(), [=](auto& s) { return s.get() == stream; });
-    if (found == streams_.end()) return;
-    doomed = std::move(*found);
-    streams_.erase(found);
+    std::erase(streams_, stream);
   }
+  stream->synchronize();
 }
 
-Stream* Streams::find(aclrtStream handle) {
-  if (handle != nullptr) return static_cast<Stream*>(handle);
+std::vector<std::shared_ptr<Stream>> Streams::list() {
   std::lock_guard lock(mutex_);
-  if (default_ == nullptr) default_ = streams_.emplace_back(std::make_unique<Stream>()).get();
-  return default_;
-}
-
-std::vector<Stream*> Streams::list() {
-  std::lock_guard lock(mutex_);
-  std::vector<Stream*> streams;
-  for (auto& stream : streams_) streams.push_back(stream.get());
-  return streams;
+  return streams_;
 }
 
 StreamError Streams::synchronize() {
   StreamError first;
-  for (Stream* stream : list()) {
+  for (const auto& stream : list()) {
     StreamError error = stream->synchronize();
     if (first.code == ACL_SUCCESS) first = error;
   }
@@ -121,14 +126,16 @@ StreamError Streams::synchronize() {
 }
 
 bool Streams::idle() {
-  for (Stream* stream : list()) {
+  for (const auto& stream : list()) {
     if (!stream->idle()) return false;
   }
   return true;
 }
 
-aclError submit(aclrtStream stream, Operation operation) {
-  Streams::all().find(stream)->push(std::move(operation));
+aclError submit(aclrtStream handle, Operation operation) {
+  const auto stream = Streams::all().find(handle);
+  if (!stream) return unknown(operation.name.c_str());
+  stream->push(std::move(operation));
   return ACL_SUCCESS;
 }
 
@@ -143,15 +150,18 @@ ACL_EXPORT aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, u
 
 ACL_EXPORT aclError aclrtCreateStream(aclrtStream* stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
 
-ACL_EXPORT aclError aclrtDestroyStream(aclrtStream stream) {
-  Streams::all().destroy(static_cast<Stream*>(stream));
+ACL_EXPORT aclError aclrtDestroyStream(aclrtStream handle) {
+  const auto stream = handle == nullptr ? nullptr : Streams::all().find(handle);
+  if (!stream) return unknown("aclrtDestroyStream");
+  Streams::all().destroy(stream);
   return ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
 
-ACL_EXPORT aclError aclrtSynchronizeStream(aclrtStream stream) {
-  return told(Streams::all().find(stream)->synchronize());
+ACL_EXPORT aclError aclrtSynchronizeStream(aclrtStream handle) {
+  const auto stream = Streams::all().find(handle);
+  return stream ? told(stream->synchronize()) : unknown("aclrtSynchronizeStream");
 }
 
 // The timeout is not kept: an operation of the emulator ends, or the test that waits for it has one of its own.
@@ -163,13 +173,16 @@ ACL_EXPORT aclError aclrtSynchronizeDevice() { return told(Streams::all().synchr
 
 ACL_EXPORT aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
 
-ACL_EXPORT aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
-  const bool idle = Streams::all().find(stream)->idle();
-  *status = idle ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+ACL_EXPORT aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
+  const auto stream = Streams::all().find(handle);
+  if (!stream) return unknown("aclrtStreamQuery");
+  *status = stream->idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }
 
-ACL_EXPORT aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
-  *id = Streams::all().find(stream)->id();
+ACL_EXPORT aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
+  const auto stream = Streams::all().find(handle);
+  if (!stream) return unknown("aclrtStreamGetId");
+  *id = stream->id();
   return ACL_SUCCESS;
 }

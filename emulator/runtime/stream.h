@@ -4,6 +4,7 @@
 #include "operation.h"
 
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -25,7 +26,7 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
 
   void push(Operation operation);
-  StreamError synchronize();
+  StreamError synchronize();  // waits for what is queued by now, not for what others push meanwhile
   bool idle();
   int id() const { return id_; }
 
@@ -36,31 +37,33 @@ class Stream {
   const int id_;
   std::mutex mutex_;
   std::condition_variable arrived_;
-  std::condition_variable drained_;
+  std::condition_variable finished_;
   std::deque<Operation> queue_;
-  bool busy_ = false;
+  uint64_t pushed_ = 0;
+  uint64_t done_ = 0;
   bool closing_ = false;
   StreamError error_;
   std::thread thread_;
 };
 
-// All streams of the device. Never destroyed: torch still frees memory while the process exits.
+// All streams of the device. Never destroyed: torch still frees memory while the process exits. A stream is shared
+// with each call that is under way on it, for another thread may destroy it meanwhile.
 class Streams {
  public:
   static Streams& all();
 
-  Stream* create();
-  void destroy(Stream* stream);
-  Stream* find(aclrtStream handle);  // nullptr is the default stream
+  aclrtStream create();
+  std::shared_ptr<Stream> find(aclrtStream handle);  // nullptr is the default stream; empty if there is none such
+  void destroy(const std::shared_ptr<Stream>& stream);
   StreamError synchronize();
   bool idle();
 
  private:
-  std::vector<Stream*> list();
+  std::vector<std::shared_ptr<Stream>> list();
 
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Stream>> streams_;
-  Stream* default_ = nullptr;
+  std::vector<std::shared_ptr<Stream>> streams_;
+  std::shared_ptr<Stream> default_;
 };
 
 }  // namespace emulator

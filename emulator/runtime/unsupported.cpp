@@ -89,7 +89,8 @@ EXPORT int aclopCompileAndExecute(const char* operator_name) {
 
 EXPORT int aclopCompileAndExecuteV2(const char* operator_name) { return aclopCompileAndExecute(operator_name); }
 
-// Telemetry, limits on how long an operation may take, collectives to be deterministic: there is nothing here that they would change.
+// Telemetry, limits on how long an operation may take, collectives to be deterministic: there is nothing here that
+// they would change.
 UNHEARD(MsprofGetHashId)
 UNHEARD(MsprofRegisterCallback)
 UNHEARD(MsprofReportAdditionalInfo)

@@ -22,7 +22,7 @@ class Attributes(ctypes.Structure):
 
 
 class Acl:
-    """Pointers and handles are ints here. Every integer is passed as 64 bits, which C takes for narrower ones too."""
+    """Pointers and handles are ints here; each is passed as 64 bits, which C takes for a narrower one too."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libascendcl.so")

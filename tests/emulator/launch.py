@@ -21,7 +21,7 @@ def run(
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("ASCEND_") and name != "LD_LIBRARY_PATH"
+        if not name.startswith(("ASCEND_", "TORCH_", "LD_LIBRARY_PATH"))
     }
     if pythonpath is not None:
         rest = inherited.get("PYTHONPATH")

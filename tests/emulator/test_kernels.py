@@ -1,24 +1,17 @@
 """The emulated NPU computes what the CPU does: natively where training needs it, elsewhere by the fallback."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ascend_emulator.hardware import real_cann
 from ascend_emulator.native_ops import native_operators
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.emulator.gpt import CONTEXT, GPT, VOCABULARY
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TIERED_MEM_TEST_DEVICE", "npu") != "npu" or real_cann() is not None,
-    reason="tests the emulated NPU",
-)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -408,6 +401,7 @@ def test_random_numbers_follow_the_seed() -> None:
             torch.rand(1000, device="npu"),
             torch.randint(0, 100, (1000,), device="npu").float(),
             torch.empty(1000, device="npu").bernoulli_(0.25),
+            torch.full((1000,), 0.25, device="npu").bernoulli(),
             F.dropout(torch.ones(1000, device="npu"), 0.25),
             torch.randperm(1000, device="npu").float(),
         ]
@@ -415,7 +409,7 @@ def test_random_numbers_follow_the_seed() -> None:
 
     first, second = draw(), draw()
     assert_equal(first, second)
-    normal, again, uniform, integers, coins, dropped, order = first
+    normal, again, uniform, integers, coins, more_coins, dropped, order = first
     assert not torch.equal(normal, again)
     for values, mean, deviation in (
         (normal, 0, 1),
@@ -423,6 +417,7 @@ def test_random_numbers_follow_the_seed() -> None:
         (uniform, 0.5, 0.289),
         (integers, 49.5, 28.9),
         (coins, 0.25, 0.433),
+        (more_coins, 0.25, 0.433),
         (dropped, 1, 0.577),
     ):
         assert abs(values.mean() - mean) < 0.15 * deviation
@@ -502,6 +497,8 @@ FALLBACK: dict[str, Callable[..., Any]] = {
     "list": lambda a: torch._foreach_ceil([a, a * 2]),
     "list_in_place": lambda a: torch._foreach_ceil_([a]),
     "factory": lambda a: torch.linspace(0, 1, 5, device=a.device),
+    "norm_of_unusual_order": lambda a: torch.linalg.vector_norm(a, 4, dim=1),
+    "norm_out": lambda a: torch.linalg.vector_norm(a, 4, out=a.new_empty(())),
     "composite": lambda a: F.kl_div(a.log_softmax(1), a.softmax(1), reduction="batchmean"),
     "integers": lambda a: a.abs().long().flatten().bincount(),
 }

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contracts import check_policy, policy_histories
@@ -129,6 +129,7 @@ def test_layers_in_flight_leave_later_and_come_back_earlier(
     assert schedule(LayerOrderPolicy(k, in_flight=in_flight), num_layers) == (released, reloaded)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_resident_layers_are_bounded(data: st.DataObject) -> None:
     """The layer at work is resident itself, so the bound is N - k + in_flight with N - k taken as 1 at least."""
@@ -221,6 +222,7 @@ def test_two_graphs_run_backward_in_either_order(order: tuple[int, int]) -> None
         ]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_graphs_that_share_no_block_do_not_disturb_each_other(data: st.DataObject) -> None:
     k = data.draw(st.integers(0, 3), "k")
@@ -301,6 +303,7 @@ def test_a_forward_that_ended_by_an_exception_releases_what_was_offloaded() -> N
     assert vars(policy) == vars(LayerOrderPolicy(3))
 
 
+@settings(deadline=None)
 @given(st.permutations(range(6)), st.integers(0, 6))
 def test_dropped_blocks_are_not_named_again(order: list[int], dropped: int) -> None:
     policy = LayerOrderPolicy(6)
@@ -318,6 +321,7 @@ def test_a_block_that_was_never_told_of_can_be_dropped() -> None:
     assert tell(policy, [Dropped(3), ForwardBegin(GRAPH, 1), Dropped(4), ForwardEnd(GRAPH)]) == []
 
 
+@settings(deadline=None)
 @given(policy_histories(min_layers=2))
 def test_nothing_is_kept_of_what_is_over(history: list[Event]) -> None:
     policy = LayerOrderPolicy(2)
