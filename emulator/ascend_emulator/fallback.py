@@ -30,7 +30,7 @@ def install() -> None:
     native = native_operators()
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-            operator = None if name in native - _PARTLY_NATIVE.keys() else _find(name)
+            operator = None if name in native - _NATIVE_IF.keys() else _find(name)
             kernel = None if operator is None else _replacement(name, operator, key)
             if operator is not None and kernel is not None:
                 library = libraries[operator.namespace]
@@ -50,15 +50,22 @@ def _find(name: str) -> OpOverload | None:
     return operator if isinstance(operator, OpOverload) else None
 
 
-def _has_native_order(self: torch.Tensor, order: float = 2, *args: Any, **kwargs: Any) -> bool:
+def _has_usual_order(self: torch.Tensor, order: float = 2, *args: Any, **kwargs: Any) -> bool:
     return order in (0, 1, 2, 3, float("inf"), float("-inf"))
 
 
-# What torch_npu serves by libopapi for some arguments only; for others it would use an interface of CANN that is
-# not emulated, and after the error from there it runs nothing more without a word.
-_PARTLY_NATIVE: dict[str, Callable[..., bool]] = {
-    "aten::linalg_vector_norm": _has_native_order,
-    "aten::linalg_vector_norm.out": _has_native_order,
+def _is_plain_format(self: torch.Tensor, acl_format: int, *args: Any, **kwargs: Any) -> bool:
+    nchw, nhwc, nd, ncdhw = 0, 1, 2, 30
+    return acl_format in (nchw, nhwc, nd, ncdhw)
+
+
+# For other arguments torch_npu turns to an older interface of CANN that is not emulated, and once that has failed
+# it silently drops all later work.
+_NATIVE_IF: dict[str, Callable[..., bool]] = {
+    "aten::linalg_vector_norm": _has_usual_order,
+    "aten::linalg_vector_norm.out": _has_usual_order,
+    "npu::npu_format_cast": _is_plain_format,
+    "npu::_npu_format_cast": _is_plain_format,
 }
 
 # torch_npu's own gelu does not tell the kernel which approximation is wanted.
@@ -66,28 +73,27 @@ _SAME_AS = {"aten::gelu": "npu::npu_gelu", "aten::gelu_backward": "npu::npu_gelu
 
 
 def _replacement(name: str, operator: OpOverload, key: str) -> Callable[..., Any] | None:
-    if name in _SAME_AS:
-        return _find(_SAME_AS[name])
-    if name in _PARTLY_NATIVE:
-        return _choose(_PARTLY_NATIVE[name], operator)
     if operator._can_decompose():
         return operator.decompose
     if key != "PrivateUse1":
         return None
-    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
-        return _on_cpu(operator)
-    return _refusal(name)
+    if name in _SAME_AS:
+        return _find(_SAME_AS[name])
+    has_cpu_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
+    otherwise = _on_cpu(operator) if has_cpu_kernel else _refusal(name)
+    return _choice(operator, _NATIVE_IF[name], otherwise) if name in _NATIVE_IF else otherwise
 
 
-def _choose(is_native: Callable[..., bool], operator: OpOverload) -> Callable[..., Any]:
+def _choice(
+    operator: OpOverload, is_native: Callable[..., bool], otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
     native = torch.library.get_kernel(operator, "PrivateUse1")
-    on_cpu = _on_cpu(operator)
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_native(*args, **kwargs):
             return native.call_boxed(keys, *args, **kwargs)
-        return on_cpu(*args, **kwargs)
+        return otherwise(*args, **kwargs)
 
     return run
 

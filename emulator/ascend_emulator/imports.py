@@ -40,6 +40,6 @@ class _TorchNpuLoader(Loader):
         ctypes.CDLL(str(self._kernels), mode=ctypes.RTLD_GLOBAL)
         with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints a warning; stdout is the script's
             self._loader.exec_module(module)
-        from ascend_emulator import fallback  # imports torch, which start() must precede
+        from ascend_emulator.fallback import install  # imports torch, which start() must precede
 
-        fallback.install()
+        install()

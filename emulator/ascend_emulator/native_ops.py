@@ -126,7 +126,8 @@ _ATEN = {
 _NPU = {
     "copies and casts": """
         _npu_dtype_cast _npu_dtype_cast_backward npu_dtype_cast npu_dtype_cast_ npu_dtype_cast_backward
-        one_ copy_memory_ npu_change_data_ptr get_npu_format get_storage_size
+        one_ copy_memory_ npu_change_data_ptr get_npu_format get_storage_size npu_format_cast
+        _npu_format_cast
     """,
     "activations, norms, attention, losses": """
         npu_gelu npu_gelu_backward npu_swiglu npu_swiglu_backward npu_rms_norm npu_rms_norm_backward

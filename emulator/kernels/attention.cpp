@@ -10,7 +10,7 @@ namespace {
 constexpr double kMasked = -std::numeric_limits<double>::infinity();
 
 // What CANN calls sparse_mode: which keys a query may see.
-enum SparseMode : int64_t { kGivenMask = 0, kAllMasked = 1, kCausalFromStart = 2, kCausalFromEnd = 3 };
+enum SparseMode : int64_t { kGivenMask = 0, kWholeMask = 1, kCausalFromStart = 2, kCausalFromEnd = 3 };
 
 // [batch, heads, positions, depth], whatever the layout.
 at::Tensor by_heads(In tensor, const std::string& layout, int64_t heads) {
@@ -21,12 +21,19 @@ at::Tensor by_heads(In tensor, const std::string& layout, int64_t heads) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "attention layout ", layout);
 }
 
+// Keys and values may have fewer heads than queries, and their layout may not tell how many.
+int64_t count_heads(In tensor, const std::string& layout, int64_t depth) {
+  if (layout == "BNSD") return tensor.size(1);
+  if (layout == "BSND") return tensor.size(2);
+  return tensor.size(2) / depth;
+}
+
 // The mask of the pairs that do not attend to each other, or an undefined tensor if all do.
 at::Tensor hidden_pairs(In given, int64_t mode, int64_t queries, int64_t keys) {
   auto later_than = [&](int64_t diagonal) { return at::ones({queries, keys}, at::kBool).triu(diagonal); };
   switch (mode) {
     case kGivenMask:
-    case kAllMasked: return given.defined() ? given.to(at::kBool) : given;
+    case kWholeMask: return given.defined() ? given.to(at::kBool) : given;
     case kCausalFromStart: return later_than(1);
     case kCausalFromEnd: return later_than(1 + keys - queries);
     default: TORCH_CHECK_NOT_IMPLEMENTED(false, "attention sparse mode ", mode);
@@ -42,8 +49,7 @@ struct Attention {
             int64_t mode) {
     TORCH_CHECK_NOT_IMPLEMENTED(!padding.defined(), "attention with a padding mask");
     query = by_heads(q, layout, heads).to(at::kFloat);
-    int64_t depth = query.size(3);
-    int64_t key_heads = layout == "BNSD" ? k.size(1) : layout == "BSND" ? k.size(2) : k.size(2) / depth;
+    int64_t key_heads = count_heads(k, layout, query.size(3));
     int64_t group = heads / key_heads;
     key = by_heads(k, layout, key_heads).to(at::kFloat).repeat_interleave(group, 1);
     value = by_heads(v, layout, key_heads).to(at::kFloat).repeat_interleave(group, 1);
@@ -78,7 +84,7 @@ void forward(In q, In k, In v, In bias, In dropout_mask, In padding, In mask, do
 
 // Heads that share a key or a value add up their gradients.
 void store_shared(In gradient, const std::string& layout, Out out, int64_t depth) {
-  int64_t heads = layout == "BNSD" ? out.size(1) : layout == "BSND" ? out.size(2) : out.size(2) / depth;
+  int64_t heads = count_heads(out, layout, depth);
   by_heads(out, layout, heads).copy_(gradient.unflatten(1, {heads, -1}).sum(2));
 }
 
@@ -88,7 +94,8 @@ void backward(In q, In k, In v, In grad, In bias, In dropout_mask, In padding, I
   Attention attention(q, k, v, bias, padding, mask, scale, heads, layout, mode);
   at::Tensor weights = attention.probabilities(maximum.narrow(-1, 0, 1), sum.narrow(-1, 0, 1));
   at::Tensor grad_out = by_heads(grad, layout, heads).to(at::kFloat);
-  at::Tensor grad_weights = dropped(at::matmul(grad_out, attention.value.transpose(2, 3)), dropout_mask, keep);
+  at::Tensor grad_kept = at::matmul(grad_out, attention.value.transpose(2, 3));
+  at::Tensor grad_weights = dropped(grad_kept, dropout_mask, keep);
   at::Tensor grad_scores = at::_softmax_backward_data(grad_weights, weights, -1, at::kFloat);
   int64_t depth = attention.query.size(3);
   by_heads(grad_q, layout, heads).copy_(at::matmul(grad_scores, attention.key).mul_(scale));
@@ -104,7 +111,8 @@ ACLNN(aclnnFlashAttentionScore,
       (In q, In k, In v, In bias, In dropout_mask, In padding, In mask, Integers, double scale, double keep,
        int64_t, int64_t, int64_t heads, Text layout, int64_t, int64_t mode, Out maximum, Out sum, Out,
        Out out),
-      forward(q, k, v, bias, dropout_mask, padding, mask, scale, keep, heads, layout, mode, maximum, sum, out))
+      forward(q, k, v, bias, dropout_mask, padding, mask, scale, keep, heads, layout, mode, maximum, sum,
+              out))
 
 ACLNN(aclnnFlashAttentionScoreGrad,
       (In q, In k, In v, In grad, In bias, In dropout_mask, In padding, In mask, In maximum, In sum, In, In,

@@ -9,8 +9,8 @@ static void for_each(Outs outs, Work work) {
   for (size_t i = 0; i < outs.size(); ++i) work(i);
 }
 
-#define FOREACH_UNARY(Name, function)                     \
-  ACLNN(aclnnForeach##Name, (Ins self, Outs outs),        \
+#define FOREACH_UNARY(Name, function)              \
+  ACLNN(aclnnForeach##Name, (Ins self, Outs outs), \
         for_each(outs, [&](size_t i) { at::function##_out(outs[i], self[i]); }))
 
 FOREACH_UNARY(Abs, abs)
@@ -29,10 +29,10 @@ ACLNN(aclnnForeachNorm, (Ins self, Number order, Outs outs), for_each(outs, [&](
         at::linalg_vector_norm_out(outs[i], self[i], order, std::nullopt, false, outs[i].scalar_type());
       }))
 
-#define FOREACH_BY_SCALAR(Name, function)                                                         \
-  ACLNN(aclnnForeach##Name##ScalarV2, (Ins self, Number other, Outs outs),                        \
-        for_each(outs, [&](size_t i) { outs[i].copy_(at::function(self[i], other)); }))           \
-  ACLNN(aclnnForeach##Name##ScalarList, (Ins self, Numbers others, Outs outs),                    \
+#define FOREACH_BY_SCALAR(Name, function)                                               \
+  ACLNN(aclnnForeach##Name##ScalarV2, (Ins self, Number other, Outs outs),              \
+        for_each(outs, [&](size_t i) { outs[i].copy_(at::function(self[i], other)); })) \
+  ACLNN(aclnnForeach##Name##ScalarList, (Ins self, Numbers others, Outs outs),          \
         for_each(outs, [&](size_t i) { outs[i].copy_(at::function(self[i], others[i])); }))
 
 FOREACH_BY_SCALAR(Add, add)
@@ -43,8 +43,8 @@ FOREACH_BY_SCALAR(Pow, pow)
 FOREACH_BY_SCALAR(Maximum, clamp_min)
 FOREACH_BY_SCALAR(Minimum, clamp_max)
 
-#define FOREACH_BY_LIST(Name, function)                                                           \
-  ACLNN(aclnnForeach##Name##List, (Ins self, Ins other, Outs outs),                               \
+#define FOREACH_BY_LIST(Name, function)                             \
+  ACLNN(aclnnForeach##Name##List, (Ins self, Ins other, Outs outs), \
         for_each(outs, [&](size_t i) { at::function##_out(outs[i], self[i], other[i]); }))
 
 FOREACH_BY_LIST(Mul, mul)
@@ -64,12 +64,12 @@ ACLNN(aclnnForeachLerpList, (Ins self, Ins end, Ins weight, Outs outs),
       for_each(outs, [&](size_t i) { at::lerp_out(outs[i], self[i], end[i], weight[i]); }))
 
 // The factors of a ScalarList come as the elements of one tensor here, unlike above.
-#define FOREACH_TERNARY(Name, function)                                                                    \
-  ACLNN(aclnnForeach##Name##ScalarV2, (Ins self, Ins first, Ins second, Number value, Outs outs),          \
+#define FOREACH_TERNARY(Name, function)                                                                      \
+  ACLNN(aclnnForeach##Name##ScalarV2, (Ins self, Ins first, Ins second, Number value, Outs outs),            \
         for_each(outs, [&](size_t i) { at::function##_out(outs[i], self[i], first[i], second[i], value); })) \
-  ACLNN(aclnnForeach##Name##ScalarList, (Ins self, Ins first, Ins second, In values, Outs outs),           \
-        for_each(outs, [&](size_t i) {                                                                     \
-          at::function##_out(outs[i], self[i], first[i], second[i], values[i].item());                     \
+  ACLNN(aclnnForeach##Name##ScalarList, (Ins self, Ins first, Ins second, In values, Outs outs),             \
+        for_each(outs, [&](size_t i) {                                                                       \
+          at::function##_out(outs[i], self[i], first[i], second[i], values[i].item());                       \
         }))
 
 FOREACH_TERNARY(Addcmul, addcmul)

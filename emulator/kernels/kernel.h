@@ -162,18 +162,18 @@ struct Planner<Kernel, void(Parameters...)> {
 
 // The C function's parameters follow from the kernel's, so it is an instance of a template. ifunc is how such
 // an instance gets a plain C name: the loader asks ..._plan for the address that stands behind the name.
-#define ACLNN(operator_name, parameters, ...)                                                            \
-  namespace {                                                                                            \
-  struct operator_name##_kernel {                                                                        \
-    static constexpr const char* name = #operator_name;                                                  \
-    static void run parameters { __VA_ARGS__; }                                                          \
-  };                                                                                                     \
-  }                                                                                                      \
-  extern "C" {                                                                                           \
-  static auto* operator_name##_plan() { return &emulator::Planner<operator_name##_kernel>::plan; }       \
-  }                                                                                                      \
-  ACL_EXPORT decltype(emulator::Planner<operator_name##_kernel>::plan) operator_name##GetWorkspaceSize   \
-      __attribute__((ifunc(#operator_name "_plan")));                                                    \
-  ACL_EXPORT aclError operator_name(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {      \
-    return emulator::launch(executor, stream);                                                           \
+#define ACLNN(operator_name, parameters, ...)                                                          \
+  namespace {                                                                                          \
+  struct operator_name##_kernel {                                                                      \
+    static constexpr const char* name = #operator_name;                                                \
+    static void run parameters { __VA_ARGS__; }                                                        \
+  };                                                                                                   \
+  }                                                                                                    \
+  extern "C" {                                                                                         \
+  static auto* operator_name##_plan() { return &emulator::Planner<operator_name##_kernel>::plan; }     \
+  }                                                                                                    \
+  ACL_EXPORT decltype(emulator::Planner<operator_name##_kernel>::plan) operator_name##GetWorkspaceSize \
+      __attribute__((ifunc(#operator_name "_plan")));                                                  \
+  ACL_EXPORT aclError operator_name(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {    \
+    return emulator::launch(executor, stream);                                                         \
   }

@@ -24,8 +24,8 @@ ACLNN(aclnnMseLossBackward, (In grad, In self, In target, int64_t reduction, Out
 
 // With s = sigmoid(x) and p the weight of the positive class, one element's derivative is
 // (p * y + 1 - y) * s - p * y.
-static void logits_loss_backward(In grad, In self, In target, In weight, In positive_weight, int64_t reduction,
-                                 Out out) {
+static void logits_loss_backward(In grad, In self, In target, In weight, In positive_weight,
+                                 int64_t reduction, Out out) {
   at::Tensor probability = self.sigmoid();
   at::Tensor result = probability - target;
   if (positive_weight.defined()) {

@@ -14,7 +14,8 @@ ACLNN(aclnnLogSoftmaxBackward, (In grad, In output, int64_t dim, Out out),
       out.copy_(at::_log_softmax_backward_data(grad, output, dim, output.scalar_type())))
 
 // CANN keeps mean and rstd in float for half-width inputs; the CPU kernels keep them in the inputs' dtype.
-static void layer_norm(In input, Integers shape, In weight, In bias, double eps, Out out, Out mean, Out rstd) {
+static void layer_norm(In input, Integers shape, In weight, In bias, double eps, Out out, Out mean,
+                       Out rstd) {
   out.copy_(std::get<0>(at::native_layer_norm(input, shape, weight, bias, eps)));
   if (!mean.defined()) return;
   auto [_, wide_mean, wide_rstd] = at::native_layer_norm(input.to(mean.scalar_type()), shape, {}, {}, eps);

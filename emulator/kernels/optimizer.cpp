@@ -4,8 +4,8 @@
 using namespace emulator;
 
 // The step tensor counts the steps before this one.
-static void adamw(Out parameter, Out mean, Out square, Out max_square, In grad, In step, float lr, float beta1,
-                  float beta2, float decay, float eps, bool amsgrad, bool maximize) {
+static void adamw(Out parameter, Out mean, Out square, Out max_square, In grad, In step, float lr,
+                  float beta1, float beta2, float decay, float eps, bool amsgrad, bool maximize) {
   std::vector<at::Tensor> max_squares;
   if (amsgrad) max_squares.push_back(max_square);
   at::_fused_adamw_({parameter}, {grad}, {mean}, {square}, max_squares, {step.to(at::kFloat) + 1}, lr, beta1,

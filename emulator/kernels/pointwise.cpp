@@ -5,7 +5,7 @@
 
 using namespace emulator;
 
-#define UNARY(Name, function)                                       \
+#define UNARY(Name, function)                                           \
   ACLNN(aclnn##Name, (In self, Out out), at::function##_out(out, self)) \
   ACLNN(aclnnInplace##Name, (Out self), at::function##_out(self, self))
 
@@ -37,28 +37,29 @@ UNARY(Sigmoid, sigmoid)
 UNARY(LogicalNot, logical_not)
 UNARY(BitwiseNot, bitwise_not)
 
-// A number as a tensor that promotes types as Python numbers do. Tensor::mul_(Scalar) would round the number to
-// the tensor's dtype first, so scalar operands of products go this way too.
+// A number as a tensor that promotes types as Python numbers do. Tensor::mul_(Scalar) would round the number
+// to the tensor's dtype first, so scalar operands of products go this way too.
 static at::Tensor wrap(Number value) { return at::native::wrapped_scalar_tensor(value); }
 
-#define SUM(Name, function)                                                               \
-  ACLNN(aclnn##Name, (In self, In other, Number alpha, Out out),                          \
-        at::function##_out(out, self, other, alpha))                                      \
-  ACLNN(aclnn##Name##s, (In self, Number other, Number alpha, Out out),                   \
-        out.copy_(at::function(self, other, alpha)))                                      \
+#define SUM(Name, function)                                                                     \
+  ACLNN(aclnn##Name, (In self, In other, Number alpha, Out out),                                \
+        at::function##_out(out, self, other, alpha))                                            \
+  ACLNN(aclnn##Name##s, (In self, Number other, Number alpha, Out out),                         \
+        out.copy_(at::function(self, other, alpha)))                                            \
   ACLNN(aclnnInplace##Name, (Out self, In other, Number alpha), self.function##_(other, alpha)) \
   ACLNN(aclnnInplace##Name##s, (Out self, Number other, Number alpha), self.function##_(other, alpha))
 
 SUM(Add, add)
 SUM(Sub, sub)
-ACLNN(aclnnAddV3, (Number self, In other, Number alpha, Out out), out.copy_(at::add(wrap(self), other, alpha)))
+ACLNN(aclnnAddV3, (Number self, In other, Number alpha, Out out),
+      out.copy_(at::add(wrap(self), other, alpha)))
 ACLNN(aclnnRsub, (In self, In other, Number alpha, Out out), out.copy_(at::rsub(self, other, alpha)))
 ACLNN(aclnnRsubs, (In self, Number other, Number alpha, Out out), out.copy_(at::rsub(self, other, alpha)))
 
-#define PRODUCT(Name, function)                                                             \
-  ACLNN(aclnn##Name, (In self, In other, Out out), at::function##_out(out, self, other))    \
+#define PRODUCT(Name, function)                                                                 \
+  ACLNN(aclnn##Name, (In self, In other, Out out), at::function##_out(out, self, other))        \
   ACLNN(aclnn##Name##s, (In self, Number other, Out out), out.copy_(at::function(self, other))) \
-  ACLNN(aclnnInplace##Name, (Out self, In other), self.function##_(other))                  \
+  ACLNN(aclnnInplace##Name, (Out self, In other), self.function##_(other))                      \
   ACLNN(aclnnInplace##Name##s, (Out self, Number other), self.function##_(wrap(other)))
 
 PRODUCT(Mul, mul)
@@ -72,7 +73,8 @@ static std::optional<c10::string_view> rounding(int mode) {
 }
 
 ACLNN(aclnnDivMod, (In self, In other, int mode, Out out), out.copy_(at::div(self, other, rounding(mode))))
-ACLNN(aclnnDivMods, (In self, Number other, int mode, Out out), out.copy_(at::div(self, other, rounding(mode))))
+ACLNN(aclnnDivMods, (In self, Number other, int mode, Out out),
+      out.copy_(at::div(self, other, rounding(mode))))
 ACLNN(aclnnInplaceDivMod, (Out self, In other, int mode), self.div_(other, rounding(mode)))
 ACLNN(aclnnInplaceDivMods, (Out self, Number other, int mode), self.div_(other, rounding(mode)))
 
@@ -85,10 +87,10 @@ ACLNN(aclnnInplacePowTensorTensor, (Out self, In exponent), self.pow_(exponent))
 ACLNN(aclnnMaximum, (In self, In other, Out out), at::maximum_out(out, self, other))
 ACLNN(aclnnMinimum, (In self, In other, Out out), at::minimum_out(out, self, other))
 
-#define COMPARISON(Name, function)                                                                  \
-  ACLNN(aclnn##Name##Tensor, (In self, In other, Out out), at::function##_out(out, self, other))    \
+#define COMPARISON(Name, function)                                                                   \
+  ACLNN(aclnn##Name##Tensor, (In self, In other, Out out), at::function##_out(out, self, other))     \
   ACLNN(aclnn##Name##Scalar, (In self, Number other, Out out), at::function##_out(out, self, other)) \
-  ACLNN(aclnnInplace##Name##Tensor, (Out self, In other), self.function##_(other))                  \
+  ACLNN(aclnnInplace##Name##Tensor, (Out self, In other), self.function##_(other))                   \
   ACLNN(aclnnInplace##Name##Scalar, (Out self, Number other), self.function##_(other))
 
 COMPARISON(Eq, eq)

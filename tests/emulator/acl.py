@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-H2D, D2H = 1, 2  # aclrtMemcpyKind
+H2D, D2H, D2D = 1, 2, 3  # aclrtMemcpyKind
 DEVICE, PINNED, PAGEABLE = 1, 0, 2  # aclrtMemLocationType
 
 

@@ -1,4 +1,4 @@
-"""The emulated NPU computes what the CPU does: natively where training needs it, elsewhere by the fallback."""
+"""The emulated NPU computes what the CPU does: natively where training needs it, else by the fallback."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -455,6 +455,32 @@ def test_attention_dropout_is_reproducible_and_has_gradients() -> None:
     step[0, 0, 5, 3] = 1
     slope = attend(value.detach() + step).sum() - attend(value.detach()).sum()  # linear in value
     torch.testing.assert_close(slope.cpu(), value.grad[0, 0, 5, 3].cpu(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
+def test_fused_attention_takes_every_layout(layout: str) -> None:
+    def arrange(by_heads: Tensor) -> Tensor:
+        match layout:
+            case "BNSD":
+                return by_heads
+            case "BSND":
+                return by_heads.transpose(1, 2)
+            case "BSH":
+                return by_heads.transpose(1, 2).flatten(2)
+            case _:
+                return by_heads.permute(2, 0, 1, 3).flatten(2)
+
+    inputs = random_inputs([(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)], torch.float32)
+    expected = with_gradients(
+        lambda q, k, v: arrange(F.scaled_dot_product_attention(q, k, v, enable_gqa=True)), on("cpu", inputs)
+    )
+    results = with_gradients(
+        lambda q, k, v: torch.ops.npu.npu_fusion_attention(
+            arrange(q), arrange(k), arrange(v), 4, layout, scale=8**-0.5
+        )[0],
+        on("npu", inputs),
+    )
+    assert_equal(results, expected, 2e-6)
 
 
 def test_native_kernels_are_asynchronous() -> None:

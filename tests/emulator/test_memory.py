@@ -10,7 +10,7 @@ import ascend_emulator
 import pytest
 import torch
 
-from tests.emulator.acl import D2H, DEVICE, PAGEABLE, PINNED, Acl, byte_at, fill
+from tests.emulator.acl import D2H, DEVICE, H2D, PAGEABLE, PINNED, Acl, byte_at, fill
 from tests.emulator.launch import EMULATOR, run, write_script
 
 MIB = 1 << 20
@@ -206,10 +206,10 @@ def test_freed_pinned_memory_loses_its_bytes(acl: Acl, link: Callable[[str], Non
     nbytes = 8 * MIB
     with acl.buffers(nbytes) as (device, source), acl.streams(1) as (stream,):
         fill(source, 7, nbytes)
-        acl.copy(1, device, source, nbytes, stream)
+        acl.copy(H2D, device, source, nbytes, stream)
         doomed = acl.malloc_host(nbytes)
         fill(doomed, 9, nbytes)
-        acl.copy(1, device, doomed, nbytes, stream)  # begins when the first copy is done
+        acl.copy(H2D, device, doomed, nbytes, stream)  # begins when the first copy is done
         acl.check("aclrtFreeHost", doomed)
         acl.check("aclrtSynchronizeStream", stream)
         acl.copy(D2H, source, device, 4096, stream)
