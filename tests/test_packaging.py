@@ -87,13 +87,18 @@ def test_a_wheel_made_of_the_sdist_is_the_same(built: tuple[Path, Path], tmp_pat
     assert wheel_files(again) == wheel_files(wheel)
 
 
-def test_a_wheel_made_without_the_links_is_the_same(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Some archives and file systems lose them."""
+def test_an_editable_install_is_a_plain_path(tmp_path: Path) -> None:
+    """Type checkers follow a path. They do not run the import hook that setuptools makes of other layouts."""
     checkout = copy_checkout(tmp_path / "checkout")
-    (checkout / "tiered_mem/allocators").unlink()
-    (checkout / "tiered_mem/policies").unlink()
-    _, again = build(checkout, tmp_path / "dist")
-    assert wheel_files(again) == wheel_files(built[1])
+    command = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    (tmp_path / "dist").mkdir()
+    subprocess.run(
+        [sys.executable, "-c", command, tmp_path / "dist"], cwd=checkout, check=True, capture_output=True
+    )
+    wheel = next((tmp_path / "dist").glob("*.whl"))
+    assert {Path(name).suffix for name in wheel_files(wheel)} == {".pth"}
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(next(iter(wheel_files(wheel)))).decode().strip() == str(checkout)
 
 
 def test_the_packages_import_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
