@@ -27,10 +27,10 @@ def install() -> None:
         namespace: Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
         for namespace in ("aten", "npu")
     }
-    native = native_operators()
+    untouched = native_operators() - _NATIVE_IF.keys()
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-            operator = None if name in native - _NATIVE_IF.keys() else _find(name)
+            operator = None if name in untouched else _find(name)
             kernel = None if operator is None else _replacement(name, operator, key)
             if operator is not None and kernel is not None:
                 library = libraries[operator.namespace]

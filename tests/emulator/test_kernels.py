@@ -329,7 +329,8 @@ FOREACH: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FOREACH)
 def test_operators_over_lists_equal_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
-    lists = [random_inputs([(4, 5), (3,)], dtype), random_inputs([(4, 5), (3,)], dtype)]
+    tensors = random_inputs([(4, 5), (3,), (4, 5), (3,)], dtype)
+    lists = [tensors[:2], tensors[2:]]
     expected_lists, result_lists = [[on("cpu", [t.clone() for t in each]) for each in lists], on("npu", lists)]
     expected = FOREACH[name](*expected_lists)
     with NativeOnly():
