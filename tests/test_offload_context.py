@@ -216,6 +216,46 @@ def test_weights_stay_on_the_device(device: str, make_manager: MakeManager) -> N
     assert manager.stats()["offloaded.blocks.total"] == saved[0]
 
 
+def test_buffers_and_other_modules_weights_stay_too(device: str, make_manager: MakeManager) -> None:
+    """A weight that is tied to another module's arrives as a view of that module's parameter."""
+    embedding = torch.nn.Embedding(256, 64).to(device)
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.randn(256))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, embedding.weight) * self.scale
+
+    head = Head().to(device)
+    x = torch.randn(512, 64).to(device).requires_grad_()
+    manager = make_manager()
+    with manager.offload_context([head], min_bytes=1024):
+        loss = head(x).sum()
+    assert manager.stats()["offloaded.bytes.total"] == x.nbytes
+    loss.backward()
+
+
+def test_conjugate_views_keep_their_meaning() -> None:
+    """Such a view has the bytes of its original, and a bit that says to read them otherwise."""
+
+    class Rotate(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.conj() * x * x.imag.neg()).abs().sum()
+
+    layer = Rotate()
+    x = torch.randn(64, 64, dtype=torch.complex64, requires_grad=True)
+    layer(x).backward()
+    expected, x.grad = x.grad, None
+    manager = TieringManager(policy="layer-order", device="cpu", host_bytes="16MiB")
+    with manager.offload_context([layer], min_bytes=1024):
+        loss = layer(x)
+    loss.backward()
+    assert torch.equal(x.grad, expected)
+    manager.close()
+
+
 def test_a_full_host_tier_keeps_activations_on_the_device(
     device: str, make_manager: MakeManager, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import Link
-from tiered_mem import TieringManager
+from tiered_mem import ChangedTensor, TieringManager
 from tiered_mem.block import Block, view_of
 from tiered_mem.policies import Action, Event, Offload, Release, Reload, Saved
 
@@ -261,6 +261,51 @@ def test_a_block_wanted_back_before_its_release_never_left(device: str, service:
     assert service.manager.stats()["host.slots"] == 1, "the copy into the slot is still running"
     assert service.manager.stats()["reloaded.blocks.total"] == 0
     service.manager.let_go(block)
+
+
+def test_a_change_between_the_copy_and_the_release_is_refused(device: str, service: Service) -> None:
+    """What reached the host may be the new contents."""
+    tensor = make_tensor(device)
+    view = view_of(tensor, (0, 0, NBYTES))
+    block = service.save(tensor)
+    service.do(Offload(block.key))
+    tensor.add_(1)
+    service.do(Release(block.key))
+    with pytest.raises(ChangedTensor, match="changed in place"):
+        service.manager.load(block, view)
+    service.manager.let_go(block)
+
+
+def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, service: Service) -> None:
+    tensor = make_tensor(device)
+    view = view_of(tensor, (0, 0, NBYTES))
+    block = service.save(tensor)
+    del tensor
+    service.do(Offload(block.key))
+    service.do(Release(block.key))
+    service.manager.load(block, view).add_(1)
+    with pytest.raises(ChangedTensor, match="changed in place"):
+        service.manager.load(block, view)
+    service.manager.let_go(block)
+
+
+def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
+    """The same storage, saved before and after a change: the first save is refused, the second is right."""
+    tensor = make_tensor(device)
+    view = view_of(tensor, (0, 0, NBYTES))
+    old = service.save(tensor)
+    tensor.add_(1)
+    new = service.save(tensor)
+    expected = tensor.cpu()
+    del tensor
+    for block in (old, new):
+        service.do(Offload(block.key))
+        service.do(Release(block.key))
+    assert torch.equal(service.manager.load(new, view).cpu(), expected)
+    with pytest.raises(ChangedTensor):
+        service.manager.load(old, view)
+    service.manager.let_go(old)
+    service.manager.let_go(new)
 
 
 def test_an_early_reload_that_finds_the_device_full_is_put_off(
