@@ -72,6 +72,20 @@ def test_a_policy_that_answers_nonsense(device: str) -> None:
         model(x)
 
 
+def test_a_policy_that_fails_at_a_save_leaves_no_block(device: str) -> None:
+    class Failing(LayerOrderPolicy):
+        def decide(self, event: Event) -> Sequence[Action]:
+            if isinstance(event, Saved):
+                raise ZeroDivisionError
+            return ()
+
+    model, x = stack(1, device)
+    with TieringManager(policy=Failing(), device=device, host_bytes=SMALL) as manager:
+        with pytest.raises(ZeroDivisionError), manager.offload_context(model.layers, min_bytes=1024):
+            model(x)
+        assert manager.stats()["device.blocks.current"] == 0
+
+
 @pytest.mark.usefixtures("no_gc")
 def test_the_worst_policy_costs_no_number(device: str) -> None:
     """It gives every advice about every block, at every event, in an order that makes no sense."""

@@ -44,8 +44,8 @@ class Service:
     def save(self, tensor: torch.Tensor) -> Block:
         return self.manager.save(tensor, graph=0, layer=0)
 
-    def do(self, action: Action) -> None:
-        self._policy.next = [action]
+    def do(self, *actions: Action) -> None:
+        self._policy.next = list(actions)
         self.manager.notify(Saved(graph=0, layer=0, key=-1, nbytes=0))
 
 
@@ -261,6 +261,42 @@ def test_a_block_wanted_back_before_its_release_never_left(device: str, service:
     assert service.manager.stats()["host.slots"] == 1, "the copy into the slot is still running"
     assert service.manager.stats()["reloaded.blocks.total"] == 0
     service.manager.let_go(block)
+
+
+@pytest.mark.parametrize("direction", ["offload", "reload"])
+def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
+    device: str, service: Service, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, second = make_tensor(device), make_tensor(device)
+    view, expected = view_of(tensor, (0, 0, NBYTES)), [tensor.cpu(), second.cpu()]
+    blocks = [service.save(tensor), service.save(second)]
+    del tensor, second
+    actions: dict[str, list[Action]] = {
+        "offload": [Offload(block.key) for block in blocks],
+        "reload": [Reload(block.key) for block in blocks],
+    }
+    if direction == "reload":
+        service.do(*actions["offload"], *(Release(block.key) for block in blocks))
+    places = [block.place for block in blocks]
+    started = []
+
+    def copy(*args: object, **kwargs: object) -> torch.Tensor:
+        if started:
+            raise KeyboardInterrupt
+        started.append(args)
+        return original(*args, **kwargs)
+
+    original = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    with pytest.raises(KeyboardInterrupt):
+        service.do(*actions[direction])
+    monkeypatch.undo()
+    assert [block.place for block in blocks] == places
+    assert service.manager.stats()["host.slots"] == (0 if direction == "offload" else 2)
+    service.do(*actions["offload"], *(Release(block.key) for block in blocks))
+    for block, contents in zip(blocks, expected, strict=True):
+        assert torch.equal(service.manager.load(block, view).cpu(), contents)
+        service.manager.let_go(block)
 
 
 def test_a_change_between_the_copy_and_the_release_is_refused(device: str, service: Service) -> None:

@@ -21,7 +21,7 @@ from .pinned import host_pool
 from .policies import Dropped, Event, Offload, Policy, Release, Reload, Saved, policy_by_name
 from .sizes import format_bytes, parse_bytes
 from .stats import Counters, flatten, summary
-from .tiers import DeviceTier, HostTier
+from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
 from .transfer import TransferEngine
 
 _log = logging.getLogger("tiered_mem.manager")
@@ -46,7 +46,7 @@ class TieringManager:
         capacity = _host_capacity(host_bytes)
         self.device = Device(device)
         self._device_tier = DeviceTier(self.device)
-        self._host = HostTier(host_pool(self.device, capacity), capacity)
+        self._host = HostTier(host_pool(self.device, capacity))
         self._engine = TransferEngine(self.device)
         self._counters = Counters()
         self._blocks: dict[int, Block] = {}
@@ -132,7 +132,11 @@ class TieringManager:
             block = self._block_of(tensor)
             block.holders += 1
             block.versions.append((tensor.detach(), tensor._version))
-            self._decide(Saved(graph, layer, block.key, block.nbytes))
+            try:
+                self._decide(Saved(graph, layer, block.key, block.nbytes))
+            except BaseException:
+                self._let_go.append(block)  # nobody will get it
+                raise
             return block
 
     def load(self, block: Block, view: View) -> torch.Tensor:
@@ -141,8 +145,6 @@ class TieringManager:
         Raises ChangedTensor, or Closed where its bytes went with the manager.
         """
         with self._exclusive():
-            if block.place is Place.GONE:
-                raise Closed("the manager was closed before this backward, and the activations with it")
             if not block.unchanged():
                 raise ChangedTensor(
                     f"a saved tensor of shape {tuple(view.shape)} was changed in place between forward and backward"
@@ -150,7 +152,9 @@ class TieringManager:
             if block.place is Place.HOST:
                 self._counters.reloads_on_demand += 1
                 self._reload([block])
-            return self._arrived(block, view)
+            if block.device is None:
+                raise Closed("the manager was closed before this backward, and the activations with it")
+            return self._arrived(block, block.device, view)
 
     def let_go(self, block: Block) -> None:
         """One saved tensor less needs the block. May be called from anywhere, from `__del__` too."""
@@ -218,11 +222,20 @@ class TieringManager:
                 continue
             block.place = Place.LEAVING
             moves.append((block, block.device, block.host))
-        if moves:
+        if not moves:
+            return
+        try:
             ticket = self._engine.offload([(source, destination) for _, source, destination in moves])
-            for block, _, _ in moves:
-                block.ticket = ticket
-                self._counters.offloaded.add(block.nbytes)
+        except BaseException:
+            self._engine.synchronize()  # some of them may have been started
+            for block, _, slot in moves:
+                self._host.release(slot, None)
+                block.host = None
+                block.place = Place.DEVICE
+            raise
+        for block, _, _ in moves:
+            block.ticket = ticket
+            self._counters.offloaded.add(block.nbytes)
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
@@ -258,13 +271,23 @@ class TieringManager:
                     block.place = Place.ARRIVING
                     moves.append((block, block.host, block.device))
         finally:
+            self._start_reloads(moves)
+
+    def _start_reloads(self, moves: Sequence[tuple[Block, HostSlot, DeviceSlot]]) -> None:
+        try:
             tickets = self._engine.reload([(source, slot, block.ticket) for block, source, slot in moves])
-            for (block, source, slot), ticket in zip(moves, tickets, strict=True):
-                block.ticket = ticket
-                block.host = None
-                block.versions = [(slot.tensor, slot.tensor._version)]
-                self._host.release(source, ticket.event)
-                self._counters.reloaded.add(block.nbytes)
+        except BaseException:
+            self._engine.synchronize()
+            for block, _, _ in moves:
+                block.device = None
+                block.place = Place.HOST
+            raise
+        for (block, source, slot), ticket in zip(moves, tickets, strict=True):
+            block.ticket = ticket
+            block.host = None
+            block.versions = [(slot.tensor, slot.tensor._version)]
+            self._host.release(source, ticket.event)
+            self._counters.reloaded.add(block.nbytes)
 
     def _stay(self, block: Block) -> None:
         """The block is wanted before it was released: it has been on the device all the time."""
@@ -273,10 +296,7 @@ class TieringManager:
         block.host = block.ticket = None
         block.place = Place.DEVICE
 
-    def _arrived(self, block: Block, view: View) -> torch.Tensor:
-        slot = block.device
-        if slot is None:
-            raise Closed(f"block {block.key} has no bytes on the device")
+    def _arrived(self, block: Block, slot: DeviceSlot, view: View) -> torch.Tensor:
         tensor = view.of(slot.tensor)
         if block.place is Place.LEAVING or block.ticket is None:
             return tensor

@@ -50,15 +50,14 @@ class DeviceTier:
 
 
 class HostTier:
-    """A slab pool of host memory, at most `capacity` bytes.
+    """A slab pool of host memory.
 
     A slot that a copy may still use is given back with that copy's event, and handed out again when the event has
     come to pass. The pool itself knows nothing of streams.
     """
 
-    def __init__(self, pool: SlabPool, capacity: int) -> None:
+    def __init__(self, pool: SlabPool) -> None:
         self._pool = pool
-        self.capacity = capacity
         self._slabs: dict[int, torch.Tensor] = {}
         self._returning: deque[tuple[HostSlot, Event]] = deque()
         self._slots = 0
@@ -74,7 +73,7 @@ class HostTier:
                 return self._slot(self._pool.allocate(nbytes))
             except OutOfHostMemory as error:
                 if not self._returning:
-                    raise self._full(nbytes) from error
+                    raise self._full(error) from error
             before_waiting()
             self._take_back()
 
@@ -126,14 +125,14 @@ class HostTier:
         start = region.ptr - slab.ptr
         return HostSlot(whole[start : start + region.nbytes], region)
 
-    def _full(self, nbytes: int) -> TierFull:
-        stats = self._pool.stats()
-        never = nbytes > self.capacity
+    def _full(self, error: OutOfHostMemory) -> TierFull:
+        limit = error.used if error.limit is None else error.limit
+        never = error.needed > limit
         return TierFull(
             "host",
-            needed=nbytes,
-            free=self.capacity - stats.used,
-            used=stats.used,
-            limit=self.capacity,
+            needed=error.needed,
+            free=limit - error.used,
+            used=error.used,
+            limit=limit,
             advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
         )
