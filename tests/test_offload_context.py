@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,7 +60,9 @@ def test_gradients_are_bit_equal(
         loss.backward()
         assert same(take_gradients(model), expected)
         del loss
-    assert (int(manager.stats()["reloaded.blocks.total"]) > 0) == (num_layers > 0)
+    stats = manager.stats()
+    assert (int(stats["reloaded.blocks.total"]) > 0) == (num_layers > 0)
+    assert stats["reloads_on_demand.total"] == 0, "the policy was not told of backward in time"
 
 
 @pytest.mark.parametrize("num_layers", [1, LAYERS // 2, LAYERS - 1, LAYERS])
@@ -400,6 +403,15 @@ def test_hooks_are_gone_after_the_forward(device: str, make_manager: MakeManager
     with make_manager().offload_context(model.layers):
         model(x)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.layers)
+
+
+def test_a_forward_is_forgotten_with_its_graph(device: str, make_manager: MakeManager) -> None:
+    model, x = stack(2, device)
+    with make_manager().offload_context(model.layers, min_bytes=1024):
+        loss = model(x)
+    loss.backward()
+    del loss
+    assert eventually(lambda: not any(type(thing).__name__ == "_Forward" for thing in gc.get_objects()))
 
 
 def test_closing_before_backward_is_told(device: str, make_manager: MakeManager) -> None:

@@ -344,6 +344,18 @@ def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
     service.manager.let_go(new)
 
 
+def test_a_slot_whose_copy_has_ended_is_used_again(
+    device: str, device_module: Any, service: Service, link: Link
+) -> None:
+    link(SLOW)
+    for _ in range(2):
+        block = service.save(make_tensor(device))
+        service.do(Offload(block.key))
+        service.manager.let_go(block)
+        device_module.synchronize()
+    assert service.manager.stats()["host.used.peak"] == NBYTES
+
+
 def test_an_early_reload_that_finds_the_device_full_is_put_off(
     device: str, device_module: Any, service: Service
 ) -> None:
