@@ -17,7 +17,36 @@ if EMULATED:
 elif KIND != "npu":
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
-import torch  # noqa: E402  the emulated device must be there first
+# The emulated device must be there before torch is.
+import torch  # noqa: E402
+
+from tests.models import eventually, is_empty  # noqa: E402
+from tiered_mem import TieringManager  # noqa: E402
+from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
+
+
+class MakeManager(Protocol):
+    """Makes a manager for all the model's layers, unless told otherwise."""
+
+    def __call__(
+        self, num_layers: int | None = None, *, in_flight: int = 0, host_bytes: str = "64MiB"
+    ) -> TieringManager: ...
+
+
+@pytest.fixture
+def make_manager(device: str) -> Iterator[MakeManager]:
+    """Makes managers, in which nothing may be left at the end of the test."""
+    managers: list[TieringManager] = []
+
+    def make(num_layers: int | None = None, *, in_flight: int = 0, host_bytes: str = "64MiB") -> TieringManager:
+        policy = LayerOrderPolicy(num_layers, in_flight=in_flight)
+        managers.append(TieringManager(policy=policy, device=device, host_bytes=host_bytes))
+        return managers[-1]
+
+    yield make
+    for manager in managers:
+        assert eventually(lambda manager=manager: is_empty(manager)), manager.memory_summary()
+        manager.close()
 
 
 @pytest.fixture

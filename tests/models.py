@@ -1,4 +1,4 @@
-"""The small models that the tests train."""
+"""The small models that the tests train, and what is asked of them afterwards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn import functional
+
+from tiered_mem import TieringManager
 
 
 class Layer(nn.Module):
@@ -61,3 +63,11 @@ def eventually(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
     return condition()
+
+
+def is_empty(manager: TieringManager) -> bool:
+    """Whether all slots are back in the pool and no block is known."""
+    manager.synchronize()
+    stats = manager.stats()
+    blocks = sum(int(count) for name, count in stats.items() if name.endswith("blocks.current"))
+    return blocks == stats["host.slots"] == stats["host.used.current"] == 0

@@ -26,6 +26,7 @@ ORDER = [
     ["transfer"],
     ["block"],
     ["stats", "context"],
+    ["store"],
     ["manager"],
     ["__init__"],
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from .allocators import PoolStats
@@ -40,9 +40,7 @@ class Counters:
         self.host_waits += 1
 
 
-def flatten(
-    counters: Counters, pool: PoolStats, slots: int, live: Mapping[Place, Sequence[Block]]
-) -> dict[str, int | str]:
+def flatten(counters: Counters, pool: PoolStats, slots: int, blocks: Collection[Block]) -> dict[str, int | str]:
     """One flat dictionary, in the manner of torch.cuda.memory_stats()."""
     stats: dict[str, int | str] = {
         "host.source": pool.source,
@@ -61,10 +59,10 @@ def flatten(
         moved: Moved = getattr(counters, name)
         stats[f"{name}.blocks.total"] = moved.count
         stats[f"{name}.bytes.total"] = moved.nbytes
-    for place, blocks in live.items():
-        if place is not Place.GONE:
-            stats[f"{place.value}.blocks.current"] = len(blocks)
-            stats[f"{place.value}.bytes.current"] = sum(block.nbytes for block in blocks)
+    for place in (Place.DEVICE, Place.LEAVING, Place.HOST, Place.ARRIVING):
+        sizes = [block.nbytes for block in blocks if block.place is place]
+        stats[f"{place.value}.blocks.current"] = len(sizes)
+        stats[f"{place.value}.bytes.current"] = sum(sizes)
     return stats
 
 

@@ -36,6 +36,10 @@ class DeviceTier:
     def __init__(self, device: Device) -> None:
         self._device = device
 
+    def current_stream(self) -> Stream:
+        """The stream on which the caller's thread uses the device's memory now."""
+        return self._device.current_stream()
+
     def adopt(self, flat: torch.Tensor) -> DeviceSlot:
         """A slot over bytes that are on the device already."""
         return DeviceSlot(flat, self._device.current_stream())

@@ -1,0 +1,192 @@
+"""The blocks that exist, and the steps that each takes between the tiers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Sequence
+
+import torch
+
+from .block import Block, Place, View, flat_bytes, span_of
+from .errors import ChangedTensor, Closed, TierFull
+from .stats import Counters
+from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
+from .transfer import TransferEngine
+
+_log = logging.getLogger("tiered_mem.store")
+
+
+class BlockStore:
+    """Does what a policy advises, as far as the place of each block allows it. One thread at a time."""
+
+    def __init__(self, device: DeviceTier, host: HostTier, engine: TransferEngine, counters: Counters) -> None:
+        self._device = device
+        self._host = host
+        self._engine = engine
+        self._counters = counters
+        self._blocks: dict[int, Block] = {}
+        self._by_span: dict[tuple[int, int, int], Block] = {}
+        self._keys = itertools.count()
+
+    @property
+    def blocks(self) -> Collection[Block]:
+        return self._blocks.values()
+
+    def find(self, key: int) -> Block | None:
+        """None for a block that is gone by now."""
+        return self._blocks.get(key)
+
+    def save(self, tensor: torch.Tensor) -> Block:
+        """The block of the tensor's storage, held once more; a new one if none holds the same contents."""
+        span = span_of(tensor)
+        block = self._by_span.get(span)
+        if block is None or not block.unchanged() or block.versions[-1][1] != tensor._version:
+            block = Block(next(self._keys), span, self._device.adopt(flat_bytes(tensor, span)))
+            self._blocks[block.key] = self._by_span[span] = block
+        block.holders += 1
+        block.versions.append((tensor.detach(), tensor._version))
+        return block
+
+    def load(self, block: Block, view: View) -> torch.Tensor:
+        """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
+        if not block.unchanged():
+            raise ChangedTensor(
+                f"a saved tensor of shape {tuple(view.shape)} was changed in place between forward and backward"
+            )
+        if block.place is Place.HOST:
+            self._counters.reloads_on_demand += 1
+            self.reload([block])
+        if block.device is None:
+            raise Closed("the manager was closed before this backward, and the activations with it")
+        tensor = view.of(block.device.tensor)
+        if block.place is not Place.LEAVING and block.ticket is not None:
+            self._arrive(block, block.device, tensor)
+        return tensor
+
+    def offload(self, blocks: Sequence[Block]) -> None:
+        """Starts to copy blocks to the host. One that finds no room there stays on the device and is counted."""
+        moves = []
+        for block in blocks:
+            if block.place is not Place.DEVICE or block.device is None or not block.unchanged():
+                continue
+            try:
+                block.host = self._host.reserve(block.nbytes, before_waiting=self._counters.count_host_wait)
+            except TierFull as error:
+                self._keep(block, error)
+                continue
+            block.place = Place.LEAVING
+            moves.append((block, block.device, block.host))
+        if not moves:
+            return
+        try:
+            ticket = self._engine.offload([(source, destination) for _, source, destination in moves])
+        except BaseException:
+            self._engine.synchronize()  # some of them may have been started
+            for block, _, slot in moves:
+                self._host.release(slot, None)
+                block.host = None
+                block.place = Place.DEVICE
+            raise
+        for block, _, _ in moves:
+            block.ticket = ticket
+            self._counters.offloaded.add(block.nbytes)
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Gives up the device memory of blocks that are leaving: it is free for what comes after their copy."""
+        for block in blocks:
+            if block.place is not Place.LEAVING or block.device is None or block.ticket is None:
+                continue
+            block.changed = not block.unchanged()
+            block.ticket.hold(block.device.stream)
+            block.place = Place.HOST
+            self._forget_device(block)
+            self._counters.released.add(block.nbytes)
+
+    def reload_early(self, blocks: Sequence[Block]) -> None:
+        """As reload, on a policy's advice: where the device is full now, backward will ask again when it must."""
+        try:
+            self.reload(blocks)
+        except torch.OutOfMemoryError:
+            self._counters.postponed += sum(block.place is Place.HOST for block in blocks)
+
+    def reload(self, blocks: Sequence[Block]) -> None:
+        """Starts to copy blocks to the device.
+
+        Raises torch.OutOfMemoryError where it has no room; what it had room for is on its way then.
+        """
+        moves = []
+        try:
+            for block in blocks:
+                if block.place is Place.LEAVING:
+                    self._stay(block)
+                elif block.place is Place.HOST and block.host is not None:
+                    block.device = self._device.reserve(block.nbytes)
+                    block.place = Place.ARRIVING
+                    moves.append((block, block.host, block.device))
+        finally:
+            self._start_reloads(moves)
+
+    def let_go(self, block: Block) -> bool:
+        """One saved tensor less holds the block. Whether that was the last one: then the block is gone."""
+        block.holders -= 1
+        if block.holders > 0 or block.place is Place.GONE:
+            return False
+        self.retire(block)
+        return True
+
+    def retire(self, block: Block) -> None:
+        """Gives up all that a block has. What a copy still uses outlives the copy."""
+        under_way = block.place in (Place.LEAVING, Place.ARRIVING)
+        if under_way and block.device is not None and block.ticket is not None:
+            block.ticket.hold(block.device.stream)
+        if block.host is not None:
+            self._host.release(block.host, block.ticket.event if block.ticket is not None else None)
+        self._forget_device(block)
+        block.host = block.ticket = None
+        block.place = Place.GONE
+        del self._blocks[block.key]
+
+    def _keep(self, block: Block, error: TierFull) -> None:
+        if self._counters.kept.count == 0:
+            _log.warning("an activation stays on the device: %s. Later ones are only counted", error)
+        self._counters.kept.add(block.nbytes)
+
+    def _start_reloads(self, moves: Sequence[tuple[Block, HostSlot, DeviceSlot]]) -> None:
+        try:
+            tickets = self._engine.reload([(source, slot, block.ticket) for block, source, slot in moves])
+        except BaseException:
+            self._engine.synchronize()
+            for block, _, _ in moves:
+                block.device = None
+                block.place = Place.HOST
+            raise
+        for (block, source, slot), ticket in zip(moves, tickets, strict=True):
+            block.ticket = ticket
+            block.host = None
+            block.versions = [(slot.tensor, slot.tensor._version)]
+            self._host.release(source, ticket.event)
+            self._counters.reloaded.add(block.nbytes)
+
+    def _stay(self, block: Block) -> None:
+        """The block is wanted before it was released: it has been on the device all the time."""
+        if block.host is not None and block.ticket is not None:
+            self._host.release(block.host, block.ticket.event)
+        block.host = block.ticket = None
+        block.place = Place.DEVICE
+
+    def _arrive(self, block: Block, slot: DeviceSlot, tensor: torch.Tensor) -> None:
+        """Makes the reader's stream wait for the reload."""
+        stream = self._device.current_stream()
+        if block.ticket is not None:
+            block.ticket.hold(stream)
+        block.place = Place.DEVICE
+        if stream.stream_id != slot.stream.stream_id:
+            # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
+            tensor.record_stream(stream)  # type: ignore[arg-type]
+
+    def _forget_device(self, block: Block) -> None:
+        block.device = None
+        block.versions.clear()
+        if self._by_span.get(block.span) is block:
+            del self._by_span[block.span]
