@@ -2,9 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-CXX ?= g++
 
-setup: $(VENV)/.installed
+setup: compiler $(VENV)/.installed
 	@$(MAKE) --no-print-directory --jobs=2 -C emulator PYTHON=$(abspath $(RUN))
 
 demo: setup
@@ -21,20 +20,24 @@ lint: setup
 bench: setup
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.offload_overhead
 
+compiler:
+	@command -v $(CXX) >/dev/null || \
+	  { echo 'setup: no C++ compiler; install one that knows C++20 (Debian: apt install g++)'; exit 1; }
+
 $(VENV)/.installed: pyproject.toml emulator/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo 'setup: Python 3.10 or newer is needed; name one with make PYTHON=python3.12 setup'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo 'setup: the venv module is missing; install it (Debian: apt install python3-venv)'; exit 1; }
-	@command -v $(CXX) >/dev/null || \
-	  { echo 'setup: a C++20 compiler is missing; install one (Debian: apt install g++)'; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install --quiet --editable ./emulator --editable '.[dev]' || \
-	  { echo 'setup: no wheel for torch 2.13 or torch_npu 2.13 here; both need Linux and a Python they support'; exit 1; }
+	@echo 'setup: installing into $(VENV) and compiling the emulator, about two minutes'
+	@$(RUN) -m pip install --editable ./emulator --editable '.[dev]' >$(VENV)/setup.log 2>&1 || \
+	  { echo "setup: pip could not install all of it: $$(grep ERROR $(VENV)/setup.log | tail -n 1) ($(VENV)/setup.log)"; \
+	    exit 1; }
 	@touch $@
 
 clean:
 	$(MAKE) -C emulator clean
 	rm -rf $(VENV)
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup compiler demo test lint bench clean
