@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import MakeManager
 from tests.models import eventually, is_empty, same, stack, take_gradients
@@ -207,6 +208,53 @@ def test_two_managers_side_by_side(device: str, make_manager: MakeManager) -> No
         loss.backward()
         assert same(take_gradients(model), expected)
     losses.clear()
+    del loss
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers(device: str, make_manager: MakeManager, use_reentrant: bool) -> None:
+    model, x = stack(3, device)
+    x.requires_grad_()
+
+    def forward() -> torch.Tensor:
+        y = x
+        for layer in model.layers:
+            y = checkpoint(layer, y, use_reentrant=use_reentrant)
+        return y.pow(2).mean()
+
+    forward().backward()
+    expected = take_gradients(model)
+    with make_manager().offload_context(model.layers, min_bytes=1024):
+        loss = forward()
+    loss.backward()
+    assert same(take_gradients(model), expected)
+
+
+def test_autocast(device: str, make_manager: MakeManager) -> None:
+    model, x = stack(3, device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    expected = take_gradients(model)
+    with make_manager().offload_context(model.layers, min_bytes=1024), torch.autocast(device, dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    assert same(take_gradients(model), expected)
+
+
+def test_a_gradient_of_a_gradient(device: str, make_manager: MakeManager) -> None:
+    model, x = stack(3, device)
+    x.requires_grad_()
+
+    def penalty(loss: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, x, create_graph=True)[0].pow(2).sum()
+
+    penalty(model(x)).backward()
+    expected = take_gradients(model)
+    with make_manager().offload_context(model.layers, min_bytes=1024):
+        loss = model(x)
+    penalty(loss).backward()
+    assert same(take_gradients(model), expected)
     del loss
 
 
