@@ -7,8 +7,11 @@ asynchronous. Every other one is replaced here by the first of these that it has
 - the operators that PyTorch builds it from, under autograd too;
 - a CPU kernel: the arguments are copied to the CPU, and the results back;
 - a NotImplementedError with the operator's name.
+
+Each call that goes to the CPU is logged at debug level by "ascend_emulator.fallback".
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +22,8 @@ from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ascend_emulator.native_ops import native_operators
+
+_log = logging.getLogger("ascend_emulator.fallback")
 
 
 def install() -> None:
@@ -35,6 +40,9 @@ def install() -> None:
             if operator is not None and kernel is not None:
                 library = libraries[operator.namespace]
                 library.impl(operator, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
+    for name, same in _SAME_AS.items():
+        library = libraries["aten"]
+        library.impl(_find(name), _find(same), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
     # A replacement ends with its Library; torch.library keeps its own permanent ones here.
     torch.library._keep_alive.extend(libraries.values())
 
@@ -68,7 +76,8 @@ _NATIVE_IF: dict[str, Callable[..., bool]] = {
     "npu::_npu_format_cast": _is_plain_format,
 }
 
-# torch_npu's own gelu does not tell the kernel which approximation is wanted.
+# torch_npu's own gelu does not tell the kernel which approximation is wanted. It registers gelu.out only, which
+# PyTorch's gelu calls; hence gelu itself is given a kernel here.
 _SAME_AS = {"aten::gelu": "npu::npu_gelu", "aten::gelu_backward": "npu::npu_gelu_backward"}
 
 
@@ -77,8 +86,6 @@ def _replacement(name: str, operator: OpOverload, key: str) -> Callable[..., Any
         return operator.decompose
     if key != "PrivateUse1":
         return None
-    if name in _SAME_AS:
-        return _find(_SAME_AS[name])
     has_cpu_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
     otherwise = _on_cpu(operator) if has_cpu_kernel else _refusal(name)
     return _choice(operator, _NATIVE_IF[name], otherwise) if name in _NATIVE_IF else otherwise
@@ -107,6 +114,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 def _on_cpu(operator: OpOverload) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        _log.debug("%s runs on the CPU, and the caller waits for it", operator)
         mirror = _Mirror(_device_of((args, kwargs)))
         cpu_args, cpu_kwargs = tree_map(mirror.to_cpu, (args, kwargs))
         if torch.Tag.nondeterministic_seeded in operator.tags:

@@ -89,7 +89,7 @@ _ATEN = {
     """,
     "indexing": """
         embedding embedding_dense_backward gather gather.out index_add index_add.out index_select
-        index_select.out scatter_add scatter_add_
+        index_select.out scatter.src_out scatter_.src scatter_add scatter_add_
     """,
     "random": """
         bernoulli bernoulli.out bernoulli.p bernoulli_.Tensor bernoulli_.float native_dropout
