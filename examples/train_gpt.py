@@ -65,7 +65,7 @@ class Run:
     @property
     def step(self) -> float:
         """Seconds of a step; the first one, in which memory is first touched, does not count."""
-        return statistics.median(self.seconds[1:])
+        return statistics.median(self.seconds[1:] or self.seconds)
 
 
 def train(name: str, options: argparse.Namespace, kind: str, console: Console, *, tiered: bool = False) -> Run:

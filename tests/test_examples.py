@@ -1,0 +1,41 @@
+"""The demo and the benchmark, short, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import EMULATED
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--layers", "4", "--width", "96", "--context", "192", "--batch", "8"]
+
+pytestmark = pytest.mark.skipif(not EMULATED, reason="the budgets are chosen for the emulated NPU")
+
+
+def run(*arguments: str) -> str:
+    """What a script prints on the emulated NPU; the test fails where the script does."""
+    command = [sys.executable, "-m", "ascend_emulator", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_demo() -> None:
+    # Of full size, in fewer steps: below it the caching allocator's 20 MiB segments decide what fits.
+    printed = run("examples/train_gpt.py", "--steps", "2")
+    assert "plain, budget: torch.OutOfMemoryError" in printed
+    assert "bit-equal losses and final weights: yes" in printed
+
+
+def test_the_overhead_benchmark(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    run("-m", "benchmarks.offload_overhead", *SMALL, "--offload", "2", "--repeats", "2", "--json", str(figures))
+    result = json.loads(figures.read_text())
+    assert result["bytes_copied_per_step"] > 0
+    assert result["link_bytes_per_s"] > 0
+    assert result["ratio"] > 0
