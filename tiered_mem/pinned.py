@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from .allocators import AclPinnedMemory, HostMemory, OutOfHostMemory, PageableMemory, Region, SlabPool
 from .device import Device
 from .sizes import format_bytes
+from .tiers import bytes_of
 
 _log = logging.getLogger("tiered_mem.pinned")
 
@@ -71,6 +71,6 @@ def _source(device: Device) -> HostMemory:
 def _recognised_as_pinned(source: HostMemory) -> bool:
     region = source.allocate(_PAGE)
     try:
-        return torch.frombuffer((ctypes.c_char * _PAGE).from_address(region.ptr), dtype=torch.uint8).is_pinned()
+        return bytes_of(region).is_pinned()
     finally:
         source.deallocate(region)

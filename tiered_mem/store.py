@@ -12,7 +12,7 @@ from .block import Block, Place, View, flat_bytes, span_of
 from .errors import ChangedTensor, Closed, TierFull
 from .stats import Counters
 from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
-from .transfer import TransferEngine
+from .transfer import Ticket, TransferEngine
 
 _log = logging.getLogger("tiered_mem.store")
 
@@ -61,7 +61,7 @@ class BlockStore:
             raise Closed("the manager was closed before this backward, and the activations with it")
         tensor = view.of(block.device.tensor)
         if block.place is not Place.LEAVING and block.ticket is not None:
-            self._arrive(block, block.device, tensor)
+            self._arrive(block, block.device, block.ticket, tensor)
         return tensor
 
     def offload(self, blocks: Sequence[Block]) -> None:
@@ -175,11 +175,10 @@ class BlockStore:
         block.host = block.ticket = None
         block.place = Place.DEVICE
 
-    def _arrive(self, block: Block, slot: DeviceSlot, tensor: torch.Tensor) -> None:
+    def _arrive(self, block: Block, slot: DeviceSlot, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Makes the reader's stream wait for the reload."""
         stream = self._device.current_stream()
-        if block.ticket is not None:
-            block.ticket.hold(stream)
+        ticket.hold(stream)
         block.place = Place.DEVICE
         if stream.stream_id != slot.stream.stream_id:
             # The memory goes back to the pool of the stream it came from, which knows nothing of this one.

@@ -30,6 +30,11 @@ class HostSlot:
     region: Region
 
 
+def bytes_of(region: Region) -> torch.Tensor:
+    """The region as a 1-dimensional uint8 tensor. It does not keep the region alive."""
+    return torch.frombuffer((ctypes.c_char * region.nbytes).from_address(region.ptr), dtype=torch.uint8)
+
+
 class DeviceTier:
     """The memory of the device. It belongs to torch's caching allocator, which gives and takes."""
 
@@ -123,7 +128,7 @@ class HostTier:
         whole = self._slabs.get(slab.ptr)
         if whole is None or whole.numel() < slab.nbytes:
             # torch looks at the start of a storage to tell whether it is pinned, so that there is one per slab.
-            whole = torch.frombuffer((ctypes.c_char * slab.nbytes).from_address(slab.ptr), dtype=torch.uint8)
+            whole = bytes_of(slab)
             self._slabs[slab.ptr] = whole
         self._slots += 1
         start = region.ptr - slab.ptr

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.contracts import check_host_memory, ends_hold, write_ends
+from tests.emulator.acl import PINNED, Acl
 from tiered_mem.allocators import AclPinnedMemory, OutOfHostMemory, Region, SlabPool
 from tiered_mem.allocators.acl import AclError
 
@@ -21,25 +22,9 @@ def memory() -> Iterator[AclPinnedMemory]:
     memory.close()
 
 
-class Attributes(ctypes.Structure):
-    """aclrtPtrAttributes: where memory lies (id, type), its page size, and four reserved words."""
-
-    _fields_ = (
-        ("device", ctypes.c_uint32),
-        ("kind", ctypes.c_int),
-        ("page_bytes", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 4),
-    )
-
-
 def is_pinned(ptr: int) -> bool:
     """Whether the runtime itself says that the memory at `ptr` is pinned host memory."""
-    attributes = Attributes()
-    runtime = ctypes.CDLL(RUNTIME)
-    code = runtime.aclrtPointerGetAttributes(ctypes.c_void_p(ptr), ctypes.byref(attributes))
-    assert code == 0
-    kind: int = attributes.kind
-    return kind == 0  # ACL_MEM_LOCATION_TYPE_HOST; plain memory is 2
+    return Acl().kind_of(ptr) == PINNED
 
 
 def test_contract() -> None:
