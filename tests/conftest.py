@@ -11,6 +11,9 @@ from ascend_emulator.hardware import real_cann
 
 KIND = os.environ.get("TIERED_MEM_TEST_DEVICE", "npu")
 EMULATED = KIND == "npu" and real_cann() is None
+# Whoever runs the tests may choose another schedule of the emulator, and its race detector.
+SCHEDULE = os.environ.get("ASCEND_EMULATOR_SCHEDULE", "eager") if EMULATED else "hardware"
+RACES = EMULATED and os.environ.get("ASCEND_EMULATOR_RACES") == "1"
 
 if EMULATED:
     ascend_emulator.start(hbm_bytes="4GiB")
@@ -49,6 +52,13 @@ def make_manager(device: str) -> Iterator[MakeManager]:
         manager.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in item.iter_markers("schedules"):
+            if SCHEDULE not in (*marker.args, "hardware"):
+                item.add_marker(pytest.mark.skip(reason=f"not in the {SCHEDULE} schedule: {marker.kwargs['why']}"))
+
+
 @pytest.fixture
 def device() -> str:
     """The kind of device under test."""
@@ -79,6 +89,14 @@ def link() -> Iterator[Link]:
     yield set_rate
     getattr(torch, KIND).synchronize()
     set_rate()
+
+
+@pytest.fixture
+def careless() -> Iterator[None]:
+    """The test does on purpose what the race detector is there for."""
+    yield
+    if RACES:
+        ascend_emulator.clear_races()
 
 
 @pytest.fixture

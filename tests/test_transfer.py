@@ -66,6 +66,7 @@ def make_tensor(device: str, nbytes: int = NBYTES) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.schedules("eager", "late", why="its copies run when they like")
 def test_memory_falls_on_release_while_the_copy_is_running(
     device: str, device_module: Any, service: Service, link: Link
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_reloaded_block_that_nobody_reads_is_safe_to_drop(device: str, service
     assert not other.cpu().any()
 
 
+@pytest.mark.schedules("eager", "late", why="its copies run when they like")
 def test_a_block_dropped_while_it_leaves_is_safe(device: str, service: Service, link: Link) -> None:
     """Its host slot is not handed out again before the copy into it has ended."""
     tensor = make_tensor(device)
@@ -226,9 +228,9 @@ def test_memory_that_another_stream_reads_is_not_handed_out(
     device: str, device_module: Any, service: Service, link: Link
 ) -> None:
     """A block reloaded on one stream and used on another goes back to the first one's memory."""
-    a = torch.randn(1500, 1500).to(device)
     other = device_module.Stream()
-    other.wait_stream(device_module.current_stream())
+    with device_module.stream(other):
+        a = torch.randn(1500, 1500).to(device)
     tensor = make_tensor(device)
     expected, view = tensor.cpu() * 2, view_of(tensor, (0, 0, NBYTES))
     block = service.save(tensor)
@@ -251,6 +253,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(
         assert torch.equal(late.cpu(), expected)
 
 
+@pytest.mark.schedules("eager", "late", why="its copies run when they like")
 def test_a_block_wanted_back_before_its_release_never_left(device: str, service: Service, link: Link) -> None:
     tensor = make_tensor(device)
     link(SLOW)
@@ -300,6 +303,7 @@ def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
         service.manager.let_go(block)
 
 
+@pytest.mark.usefixtures("careless")
 def test_a_change_between_the_copy_and_the_release_is_refused(device: str, service: Service) -> None:
     """What reached the host may be the new contents."""
     tensor = make_tensor(device)
@@ -379,6 +383,7 @@ def test_an_early_reload_that_finds_the_device_full_is_put_off(
     service.manager.let_go(block)
 
 
+@pytest.mark.schedules("eager", "late", why="its copies run when they like")
 def test_the_host_waits_for_room_that_is_about_to_be_free(device: str, link: Link, device_module: Any) -> None:
     """A slot on its way back counts as room: what a step keeps on the device must not depend on timing."""
     service = Service(device)

@@ -27,6 +27,7 @@ class Block:
 
     span: which storage, first byte in it, number of bytes; it names the block while it is on the device.
     ticket: the newest copy between `device` and `host`.
+    unwanted: a copy to the host that may still read `device`, though nobody needs its outcome any more.
     versions: tensors over the device bytes, each with the version at which its contents were the block's.
     changed: the device bytes were changed in place between a save and the release.
     holders: saved tensors that still need the block.
@@ -37,6 +38,7 @@ class Block:
     device: DeviceSlot | None
     host: HostSlot | None = None
     ticket: Ticket | None = None
+    unwanted: Ticket | None = None
     place: Place = Place.DEVICE
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     changed: bool = False

@@ -172,6 +172,7 @@ class BlockStore:
         """The block is wanted before it was released: it has been on the device all the time."""
         if block.host is not None and block.ticket is not None:
             self._host.release(block.host, block.ticket.event)
+        block.unwanted = block.ticket
         block.host = block.ticket = None
         block.place = Place.DEVICE
 
@@ -185,6 +186,9 @@ class BlockStore:
             tensor.record_stream(stream)  # type: ignore[arg-type]
 
     def _forget_device(self, block: Block) -> None:
+        if block.unwanted is not None and block.device is not None:
+            block.unwanted.hold(block.device.stream)
+        block.unwanted = None
         block.device = None
         block.versions.clear()
         if self._by_span.get(block.span) is block:

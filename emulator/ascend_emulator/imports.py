@@ -9,6 +9,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from ascend_emulator.races import name_places
+from ascend_emulator.runtime import LIBRARIES, runtime
+
 
 class TorchNpuFinder(MetaPathFinder):
     """Finds torch_npu where Python would, and lends it a loader that does the two extra steps."""
@@ -43,3 +46,12 @@ class _TorchNpuLoader(Loader):
         from ascend_emulator.fallback import install  # imports torch, which start() must precede
 
         install()
+        if runtime().ascend_emulator_watches_races():
+            self._watch(module)
+
+    def _watch(self, module: ModuleType) -> None:
+        """Shows the race detector what the runtime does not see: torch's allocator, and CPU operators."""
+        watch = ctypes.CDLL(str(LIBRARIES / "libwatch.so"))
+        watch.ascend_emulator_watch_host_operators()
+        module.npu._lazy_call(watch.ascend_emulator_watch_allocator)  # there is no allocator before
+        name_places()

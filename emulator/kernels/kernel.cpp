@@ -2,6 +2,7 @@
 #include "kernel.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -17,6 +18,7 @@ void run_without_modes(const std::function<void()>& work) {
                                     c10::autocast_dispatch_keyset;
   c10::impl::ExcludeDispatchKeyGuard no_modes(modes);
   c10::InferenceMode no_autograd;
+  at::RecordFunctionGuard not_recorded(false);
   try {
     work();
   } catch (const c10::Error& error) {

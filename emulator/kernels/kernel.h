@@ -116,9 +116,7 @@ template <class Parameter, class Value>
 void note_memory(const Value& value, Operation& operation) {
   auto note = [&operation](const at::Tensor& view) {
     constexpr bool written = std::is_same_v<Parameter, Out> || std::is_same_v<Parameter, Outs>;
-    if (view.defined() && view.numel() > 0) {
-      (written ? operation.writes : operation.reads).push_back(range(view));
-    }
+    for (const Range& range : ranges(view)) (written ? operation.writes : operation.reads).push_back(range);
   };
   if constexpr (std::is_same_v<Value, at::Tensor>) note(value);
   if constexpr (std::is_same_v<Value, std::vector<at::Tensor>>) {

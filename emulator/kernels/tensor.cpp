@@ -63,13 +63,6 @@ std::vector<at::Tensor> tensors(const aclTensorList* source) {
   return views;
 }
 
-Range range(const at::Tensor& view) {
-  if (view.numel() == 0) return {view.data_ptr(), 0};
-  size_t elements = 1;
-  for (int64_t i = 0; i < view.dim(); ++i) elements += (view.size(i) - 1) * view.stride(i);
-  return {view.data_ptr(), elements * view.element_size()};
-}
-
 }  // namespace emulator
 
 static size_t scalar_size(aclDataType dtype) {

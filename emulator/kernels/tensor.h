@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../runtime/operation.h"
+#include "ranges.h"
 
 #include <ATen/ATen.h>
 
@@ -53,8 +54,5 @@ at::Scalar scalar(const aclScalar& source);
 // A view of the device memory; nullptr, an absent optional argument, gives an undefined tensor.
 at::Tensor tensor(const aclTensor* source);
 std::vector<at::Tensor> tensors(const aclTensorList* source);
-
-// The bytes from the first to the last element. Gaps between the elements of a strided view count as touched.
-Range range(const at::Tensor& view);
 
 }  // namespace emulator

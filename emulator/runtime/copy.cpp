@@ -1,4 +1,6 @@
 // Copies and fills, on a stream or at once, at the speed of the link they cross.
+#include "detector.h"
+#include "fault.h"
 #include "link.h"
 #include "memory.h"
 #include "settings.h"
@@ -48,17 +50,34 @@ struct Links {
 struct Copy {
   const char* name;
   Link* link;
-  bool pageable;  // one end is host memory that the runtime does not know
+  Place to;
+  Place from;
+
+  bool pageable() const { return to == Place::pageable || from == Place::pageable; }
+  bool freed() const { return to == Place::freed || from == Place::freed; }
 };
 
 Copy plan(const void* destination, const void* source) {
   static auto* links = new Links;
   const Place to = Memory::get().place_of(destination);
   const Place from = Memory::get().place_of(source);
-  const bool pageable = to == Place::pageable || from == Place::pageable;
-  if (to == Place::device && from != Place::device) return {"copy_h2d", &links->h2d, pageable};
-  if (to != Place::device && from == Place::device) return {"copy_d2h", &links->d2h, pageable};
-  return {to == Place::device ? "copy_d2d" : "copy_h2h", &links->within, pageable};
+  if (to == Place::device && from != Place::device) return {"copy_h2d", &links->h2d, to, from};
+  if (to != Place::device && from == Place::device) return {"copy_d2h", &links->d2h, to, from};
+  return {to == Place::device ? "copy_d2d" : "copy_h2h", &links->within, to, from};
+}
+
+// Of pageable memory the runtime learns neither when it comes nor when it goes; its copies wait for their end.
+std::vector<Range> watched(Place place, const void* begin, size_t nbytes) {
+  if (place == Place::pageable) return {};
+  return {{begin, nbytes}};
+}
+
+aclError too_small(const char* function) {
+  return fail(ACL_ERROR_RT_PARAM_INVALID, std::string(function) + ": more bytes than the destination has");
+}
+
+aclError use_after_free(const char* function) {
+  return fail(ACL_ERROR_RT_PARAM_INVALID, std::string(function) + ": memory that was freed");
 }
 
 }  // namespace
@@ -67,31 +86,54 @@ Copy plan(const void* destination, const void* source) {
 using namespace emulator;
 
 ACL_EXPORT aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t nbytes, aclrtMemcpyKind) {
-  if (nbytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemcpy: more bytes than the destination has");
-  plan(to, from).link->move(to, from, nbytes);
+  if (const aclError code = fault("aclrtMemcpy"); code != ACL_SUCCESS) return code;
+  if (nbytes > room) return too_small("aclrtMemcpy");
+  const Copy copy = plan(to, from);
+  if (copy.freed()) return use_after_free("aclrtMemcpy");
+  if (Detector::on()) {
+    Detector& detector = Detector::get();
+    const int site = detector.site();
+    for (const Range& range : watched(copy.from, from, nbytes)) {
+      detector.host_uses("aclrtMemcpy", range, Touch::read, site);
+    }
+    for (const Range& range : watched(copy.to, to, nbytes)) {
+      detector.host_uses("aclrtMemcpy", range, Touch::write, site);
+    }
+  }
+  copy.link->move(to, from, nbytes);
   return ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t nbytes, aclrtMemcpyKind,
                                      aclrtStream stream) {
-  if (nbytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemcpyAsync: more bytes than the destination has");
+  if (const aclError code = fault("aclrtMemcpyAsync"); code != ACL_SUCCESS) return code;
+  if (nbytes > room) return too_small("aclrtMemcpyAsync");
   const Copy copy = plan(to, from);
+  if (copy.freed()) return use_after_free("aclrtMemcpyAsync");
   if (std::strcmp(copy.name, "copy_h2h") == 0) {
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtMemcpyAsync: host to host is not supported");
   }
   const auto move = [=] { copy.link->move(to, from, nbytes); };
-  const aclError code = submit(stream, {copy.name, {{from, nbytes}}, {{to, nbytes}}, move});
+  const aclError code =
+      submit(stream, {copy.name, watched(copy.from, from, nbytes), watched(copy.to, to, nbytes), move});
   // CANN returns from an asynchronous copy of pageable memory only when it is done.
-  return code == ACL_SUCCESS && copy.pageable ? aclrtSynchronizeStream(stream) : code;
+  return code == ACL_SUCCESS && copy.pageable() ? aclrtSynchronizeStream(stream) : code;
 }
 
 ACL_EXPORT aclError aclrtMemset(void* to, size_t room, int32_t value, size_t nbytes) {
-  if (nbytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemset: more bytes than the destination has");
+  if (nbytes > room) return too_small("aclrtMemset");
+  const Place place = Memory::get().place_of(to);
+  if (place == Place::freed) return use_after_free("aclrtMemset");
+  if (Detector::on() && place != Place::pageable) {
+    Detector& detector = Detector::get();
+    detector.host_uses("aclrtMemset", {to, nbytes}, Touch::write, detector.site());
+  }
   std::memset(to, value, nbytes);
   return ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t nbytes, aclrtStream stream) {
-  if (nbytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemsetAsync: more bytes than the destination has");
+  if (nbytes > room) return too_small("aclrtMemsetAsync");
+  if (Memory::get().place_of(to) == Place::freed) return use_after_free("aclrtMemsetAsync");
   return submit(stream, {"memset", {}, {{to, nbytes}}, [=] { std::memset(to, value, nbytes); }});
 }

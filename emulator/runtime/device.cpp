@@ -1,4 +1,7 @@
 // The device itself: start and end, its name, its options, the versions it reports, and the last error.
+#include "device.h"
+
+#include "fault.h"
 #include "settings.h"
 #include "stream.h"
 
@@ -46,6 +49,19 @@ class Options {
   std::map<int, std::string> compile_{{static_cast<int>(ACL_OP_JIT_COMPILE), "disable"}};
 };
 
+// The device that this thread uses. Its context is known by the address of its number.
+thread_local int device_of_thread = 0;
+constexpr int kMostDevices = 64;
+
+int* contexts() {
+  static int* numbers = [] {
+    auto* made = new int[kMostDevices];
+    for (int i = 0; i < kMostDevices; ++i) made[i] = i;
+    return made;
+  }();
+  return numbers;
+}
+
 // The last call that failed on this thread. No std::string: calls come, and fail, after a thread's objects are gone.
 struct LastError {
   aclError code = ACL_SUCCESS;
@@ -64,6 +80,8 @@ const char* version_of(aclCANNPackageName package) {
 
 }  // namespace
 
+int current_device() { return device_of_thread; }
+
 aclError fail(aclError code, const std::string& message) {
   last_error().code = code;
   std::snprintf(last_error().message, sizeof LastError::message, "%s", message.c_str());
@@ -79,17 +97,21 @@ ACL_EXPORT aclError aclInit(const char*) { return ACL_SUCCESS; }
 ACL_EXPORT aclError aclFinalize() { return aclrtSynchronizeDevice(); }
 
 ACL_EXPORT aclError aclrtGetDeviceCount(uint32_t* count) {
-  *count = 1;
+  *count = settings().devices;
   return ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtSetDevice(int32_t device) {
-  if (device == 0) return ACL_SUCCESS;
-  return fail(ACL_ERROR_RT_INVALID_DEVICEID, "there is one emulated device, 0, not " + std::to_string(device));
+  if (device < 0 || device >= settings().devices) {
+    return fail(ACL_ERROR_RT_INVALID_DEVICEID, "no device " + std::to_string(device) + " among the " +
+                                                   std::to_string(settings().devices) + " emulated");
+  }
+  device_of_thread = device;
+  return ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtGetDevice(int32_t* device) {
-  *device = 0;
+  *device = device_of_thread;
   return ACL_SUCCESS;
 }
 
@@ -97,14 +119,16 @@ ACL_EXPORT aclError aclrtResetDevice(int32_t) { return aclrtSynchronizeDevice();
 
 ACL_EXPORT const char* aclrtGetSocName() { return "Ascend910B1"; }
 
-// The one device has one context; only that it is not null is looked at.
 ACL_EXPORT aclError aclrtGetCurrentContext(aclrtContext* context) {
-  *context = &Options::get();
+  *context = &contexts()[device_of_thread];
   return ACL_SUCCESS;
 }
 
-ACL_EXPORT aclError aclrtSetCurrentContext(aclrtContext) { return ACL_SUCCESS; }
+ACL_EXPORT aclError aclrtSetCurrentContext(aclrtContext context) {
+  return aclrtSetDevice(*static_cast<int*>(context));
+}
 
+// Copies from one device to another go through the host, as they do where devices have no link of their own.
 ACL_EXPORT aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) {
   *can = 0;
   return ACL_SUCCESS;

@@ -1,46 +1,10 @@
 // Events: a mark on one stream that other streams and the host can wait for.
+#include "detector.h"
+#include "fault.h"
 #include "stream.h"
-
-#include <chrono>
 
 namespace emulator {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-// One record of an event: a point in a stream that is reached once.
-class Mark {
- public:
-  void reach() {
-    {
-      std::lock_guard lock(mutex_);
-      reached_ = true;
-      when_ = Clock::now();
-    }
-    changed_.notify_all();
-  }
-
-  void wait() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return reached_; });
-  }
-
-  bool reached() {
-    std::lock_guard lock(mutex_);
-    return reached_;
-  }
-
-  Clock::time_point when() {
-    std::lock_guard lock(mutex_);
-    return when_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool reached_ = false;
-  Clock::time_point when_;
-};
 
 // An event stands for its newest record. A wait keeps the mark that it was issued for, so the event may be recorded
 // again, on any stream, or destroyed while it is in use.
@@ -48,7 +12,7 @@ class Event {
  public:
   aclError record(aclrtStream stream) {
     auto mark = std::make_shared<Mark>();
-    const aclError code = submit(stream, {"event_record", {}, {}, [mark] { mark->reach(); }});
+    const aclError code = submit(stream, {.name = "event_record", .reads = {}, .writes = {}, .body = {}, .reaches = mark});
     if (code != ACL_SUCCESS) return code;
     // Only now, when it is queued: a wait that got in before it on the same stream would never end.
     std::lock_guard lock(mutex_);
@@ -69,12 +33,17 @@ class Event {
 
 Event& event_of(aclrtEvent handle) { return *static_cast<Event*>(handle); }
 
+void host_waited(const Mark& mark) {
+  if (Detector::on()) Detector::get().host_waited(mark.known());
+}
+
 }  // namespace
 }  // namespace emulator
 
 using namespace emulator;
 
 ACL_EXPORT aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
+  if (const aclError code = fault("aclrtCreateEvent"); code != ACL_SUCCESS) return code;
   *event = new Event;
   return ACL_SUCCESS;
 }
@@ -94,17 +63,23 @@ ACL_EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) { ret
 
 ACL_EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
   const auto mark = event_of(event).newest();
-  return mark ? submit(stream, {"event_wait", {}, {}, [mark] { mark->wait(); }}) : ACL_SUCCESS;
+  if (!mark) return ACL_SUCCESS;
+  return submit(stream, {.name = "event_wait", .reads = {}, .writes = {}, .body = {}, .awaits = mark});
 }
 
 ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent event) {
-  if (const auto mark = event_of(event).newest()) mark->wait();
-  return ACL_SUCCESS;
+  if (const auto mark = event_of(event).newest()) {
+    mark->wait();
+    host_waited(*mark);
+  }
+  return device_is_lost() ? lost() : ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
   const auto mark = event_of(event).newest();
-  *status = !mark || mark->reached() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  const bool reached = !mark || mark->asked();
+  if (mark && reached) host_waited(*mark);
+  *status = reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }
 

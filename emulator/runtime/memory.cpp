@@ -1,5 +1,9 @@
 #include "memory.h"
 
+#include "detector.h"
+#include "device.h"
+#include "fault.h"
+#include "poison.h"
 #include "settings.h"
 #include "stream.h"
 
@@ -36,6 +40,8 @@ void* map(size_t nbytes) {
   return aligned;
 }
 
+uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
 std::string mib(size_t nbytes) {
   char text[32];
   std::snprintf(text, sizeof text, "%.1f MiB", static_cast<double>(nbytes) / (1 << 20));
@@ -52,9 +58,10 @@ Memory& Memory::get() {
 aclError Memory::allocate_device(void** pointer, size_t nbytes) {
   *pointer = nullptr;
   if (nbytes == 0) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMalloc: 0 bytes");
+  const int device = current_device();
   std::lock_guard lock(mutex_);
   const size_t capacity = settings().hbm_bytes;
-  const size_t free = capacity - std::min(capacity, device_used_);
+  const size_t free = capacity - std::min(capacity, device_used_[device]);
   if (nbytes > free) {
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION,
                 "aclrtMalloc: needed " + mib(nbytes) + ", free " + mib(free) + " of " + mib(capacity));
@@ -63,61 +70,96 @@ aclError Memory::allocate_device(void** pointer, size_t nbytes) {
   if (mapped == nullptr) {
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "aclrtMalloc: the host cannot map " + mib(nbytes));
   }
-  device_[reinterpret_cast<uintptr_t>(mapped)] = {nbytes, true};
-  device_used_ += nbytes;
+  poison(mapped, nbytes);
+  device_[address(mapped)] = {nbytes, device, true};
+  device_used_[device] += nbytes;
   *pointer = mapped;
   return ACL_SUCCESS;
 }
 
 aclError Memory::free_device(void* pointer) {
-  // Kernels that are still queued may touch it, and an unmapped page would end the process, not the test.
-  Streams::all().synchronize();
+  // Locks are held here in torch's allocator.
+  const int site = Detector::on() ? Detector::get().site_if_known() : 0;
   std::lock_guard lock(mutex_);
-  auto found = device_.find(reinterpret_cast<uintptr_t>(pointer));
+  auto found = device_.find(address(pointer));
   if (found == device_.end()) return fail(ACL_ERROR_RT_MEMORY_FREE, "aclrtFree: not a device allocation");
-  munmap(pointer, found->second.nbytes);
-  device_used_ -= found->second.nbytes;
+  const auto [nbytes, device, owned] = found->second;
+  if (Detector::on()) Detector::get().given_back("aclrtFree", {pointer, nbytes}, site);
+  device_used_[device] -= nbytes;
   device_.erase(found);
+  bury(pointer, nbytes);
   return ACL_SUCCESS;
+}
+
+aclError Memory::refuse_beyond_host_limit(const char* function, size_t nbytes) {
+  const size_t limit = settings().host_bytes;
+  if (limit == 0 || nbytes <= limit - std::min(limit, host_used_)) return ACL_SUCCESS;
+  return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, std::string(function) + ": needed " + mib(nbytes) + ", pinned already " +
+                                                  mib(host_used_) + " of " + mib(limit));
 }
 
 aclError Memory::allocate_host(void** pointer, size_t nbytes) {
   *pointer = nullptr;
   if (nbytes == 0) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMallocHost: 0 bytes");
+  std::lock_guard lock(mutex_);
+  if (const aclError code = refuse_beyond_host_limit("aclrtMallocHost", nbytes); code != ACL_SUCCESS) return code;
   void* mapped = map(nbytes);
   if (mapped == nullptr) {
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "aclrtMallocHost: the host cannot map " + mib(nbytes));
   }
-  std::lock_guard lock(mutex_);
-  host_[reinterpret_cast<uintptr_t>(mapped)] = {nbytes, true};
+  poison(mapped, nbytes);
+  host_[address(mapped)] = {nbytes, kNone, true};
+  host_used_ += nbytes;
   *pointer = mapped;
   return ACL_SUCCESS;
 }
 
 aclError Memory::free_host(void* pointer) {
+  const int site = Detector::on() ? Detector::get().site_if_known() : 0;
   std::lock_guard lock(mutex_);
-  auto found = host_.find(reinterpret_cast<uintptr_t>(pointer));
+  auto found = host_.find(address(pointer));
   if (found == host_.end() || !found->second.owned) {
     return fail(ACL_ERROR_RT_MEMORY_FREE, "aclrtFreeHost: not memory of aclrtMallocHost");
   }
-  bury(pointer, found->second.nbytes);
+  const size_t nbytes = found->second.nbytes;
+  if (Detector::on()) Detector::get().given_back("aclrtFreeHost", {pointer, nbytes}, site);
+  host_used_ -= nbytes;
   host_.erase(found);
+  bury(pointer, nbytes);
   return ACL_SUCCESS;
 }
 
-// aclrtFreeHost does not wait for copies. A copy that is still queued finds the bytes gone (they read as zero),
-// but the range stays mapped until the streams are idle, so that the mistake ends in wrong numbers, as on
-// hardware, and not in a segmentation fault of the whole process.
+// Freeing does not wait for queued work. That work finds the pattern in place of its bytes, and the range stays mapped
+// until all streams are idle, so that the mistake ends in wrong numbers, as on hardware, and not in a segmentation
+// fault of the whole process.
 void Memory::bury(void* pointer, size_t nbytes) {
-  madvise(pointer, nbytes, MADV_DONTNEED);
-  buried_.emplace_back(pointer, nbytes);
-  if (!Streams::all().idle()) return;
-  for (auto& [start, length] : buried_) munmap(start, length);
-  buried_.clear();
+  graves_[address(pointer)] = {nbytes, kNone, true};
+  open_.push_back(address(pointer));
+  if (Streams::all().busy()) {
+    poison(pointer, nbytes);
+  } else {
+    seal_graves();
+  }
+}
+
+// The addresses stay taken for a while, so that a use that comes even later is recognised.
+void Memory::seal_graves() {
+  constexpr size_t kept = 4096;
+  for (const uintptr_t start : open_) {
+    void* grave = reinterpret_cast<void*>(start);
+    madvise(grave, graves_[start].nbytes, MADV_DONTNEED);
+    mprotect(grave, graves_[start].nbytes, PROT_NONE);
+    sealed_.push_back(start);
+  }
+  open_.clear();
+  for (; sealed_.size() > kept; sealed_.pop_front()) {
+    munmap(reinterpret_cast<void*>(sealed_.front()), graves_[sealed_.front()].nbytes);
+    graves_.erase(sealed_.front());
+  }
 }
 
 aclError Memory::register_host(void* pointer, size_t nbytes) {
-  const auto start = reinterpret_cast<uintptr_t>(pointer);
+  const uintptr_t start = address(pointer);
   if (start % kPage != 0 || nbytes == 0) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: needs a multiple of 4096 as address, and some bytes");
   }
@@ -126,38 +168,44 @@ aclError Memory::register_host(void* pointer, size_t nbytes) {
   if (covers(host_, pointer) || (next != host_.end() && next->first - start < nbytes)) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: a part of it is pinned already");
   }
-  host_[start] = {nbytes, false};
+  if (const aclError code = refuse_beyond_host_limit("aclrtHostRegister", nbytes); code != ACL_SUCCESS) return code;
+  host_[start] = {nbytes, kNone, false};
+  host_used_ += nbytes;
   return ACL_SUCCESS;
 }
 
 aclError Memory::unregister_host(void* pointer) {
+  const int site = Detector::on() ? Detector::get().site_if_known() : 0;
   std::lock_guard lock(mutex_);
-  auto found = host_.find(reinterpret_cast<uintptr_t>(pointer));
+  auto found = host_.find(address(pointer));
   if (found == host_.end() || found->second.owned) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostUnregister: not registered memory");
   }
+  if (Detector::on()) Detector::get().given_back("aclrtHostUnregister", {pointer, found->second.nbytes}, site);
+  host_used_ -= found->second.nbytes;
   host_.erase(found);
   return ACL_SUCCESS;
 }
 
 bool Memory::covers(const Extents& extents, const void* pointer) {
-  const auto address = reinterpret_cast<uintptr_t>(pointer);
-  auto next = extents.upper_bound(address);
+  auto next = extents.upper_bound(address(pointer));
   if (next == extents.begin()) return false;
   --next;
-  return address < next->first + next->second.nbytes;
+  return address(pointer) < next->first + next->second.nbytes;
 }
 
 Place Memory::place_of(const void* pointer) {
   std::lock_guard lock(mutex_);
   if (covers(device_, pointer)) return Place::device;
-  return covers(host_, pointer) ? Place::pinned : Place::pageable;
+  if (covers(host_, pointer)) return Place::pinned;
+  return covers(graves_, pointer) ? Place::freed : Place::pageable;
 }
 
 std::pair<size_t, size_t> Memory::free_and_total() {
+  const int device = current_device();
   std::lock_guard lock(mutex_);
   const size_t capacity = settings().hbm_bytes;
-  return {capacity - std::min(capacity, device_used_), capacity};
+  return {capacity - std::min(capacity, device_used_[device]), capacity};
 }
 
 }  // namespace emulator
@@ -165,33 +213,36 @@ std::pair<size_t, size_t> Memory::free_and_total() {
 using namespace emulator;
 
 ACL_EXPORT aclError aclrtMalloc(void** pointer, size_t nbytes, aclrtMemMallocPolicy) {
-  return Memory::get().allocate_device(pointer, nbytes);
+  const aclError code = fault("aclrtMalloc");
+  return code == ACL_SUCCESS ? Memory::get().allocate_device(pointer, nbytes) : code;
 }
 
-ACL_EXPORT aclError aclrtMallocAlign32(void** pointer, size_t nbytes, aclrtMemMallocPolicy) {
-  return Memory::get().allocate_device(pointer, nbytes);
+ACL_EXPORT aclError aclrtMallocAlign32(void** pointer, size_t nbytes, aclrtMemMallocPolicy policy) {
+  return aclrtMalloc(pointer, nbytes, policy);
 }
 
 ACL_EXPORT aclError aclrtFree(void* pointer) { return Memory::get().free_device(pointer); }
 
 ACL_EXPORT aclError aclrtMallocHost(void** pointer, size_t nbytes) {
-  return Memory::get().allocate_host(pointer, nbytes);
+  const aclError code = fault("aclrtMallocHost");
+  return code == ACL_SUCCESS ? Memory::get().allocate_host(pointer, nbytes) : code;
 }
 
 ACL_EXPORT aclError aclrtMallocHostWithCfg(void** pointer, uint64_t nbytes, aclrtMallocConfig*) {
-  return Memory::get().allocate_host(pointer, nbytes);
+  return aclrtMallocHost(pointer, nbytes);
 }
 
 ACL_EXPORT aclError aclrtFreeHost(void* pointer) { return Memory::get().free_host(pointer); }
 
-ACL_EXPORT aclError aclrtHostRegister(void* pointer, uint64_t nbytes, aclrtHostRegisterType, void** device_pointer) {
-  const aclError code = Memory::get().register_host(pointer, nbytes);
-  if (code == ACL_SUCCESS && device_pointer != nullptr) *device_pointer = pointer;
-  return code;
+ACL_EXPORT aclError aclrtHostRegisterV2(void* pointer, uint64_t nbytes, uint32_t) {
+  const aclError code = fault("aclrtHostRegister");
+  return code == ACL_SUCCESS ? Memory::get().register_host(pointer, nbytes) : code;
 }
 
-ACL_EXPORT aclError aclrtHostRegisterV2(void* pointer, uint64_t nbytes, uint32_t) {
-  return Memory::get().register_host(pointer, nbytes);
+ACL_EXPORT aclError aclrtHostRegister(void* pointer, uint64_t nbytes, aclrtHostRegisterType, void** device_pointer) {
+  const aclError code = aclrtHostRegisterV2(pointer, nbytes, 0);
+  if (code == ACL_SUCCESS && device_pointer != nullptr) *device_pointer = pointer;
+  return code;
 }
 
 ACL_EXPORT aclError aclrtHostUnregister(void* pointer) { return Memory::get().unregister_host(pointer); }
@@ -201,6 +252,7 @@ ACL_EXPORT aclError aclrtPointerGetAttributes(const void* pointer, aclrtPtrAttri
   switch (Memory::get().place_of(pointer)) {
     case Place::device: attributes->location.type = ACL_MEM_LOCATION_TYPE_DEVICE; break;
     case Place::pinned: attributes->location.type = ACL_MEM_LOCATION_TYPE_HOST; break;
+    case Place::freed:
     case Place::pageable: attributes->location.type = ACL_MEM_LOCATION_TYPE_UNREGISTERED; break;
   }
   return ACL_SUCCESS;

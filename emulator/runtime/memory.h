@@ -1,15 +1,16 @@
-// Device memory and pinned host memory: which addresses are which, and how much of the device is taken.
+// Device memory and pinned host memory: which addresses are which, and how much of each device is taken.
 #pragma once
 
 #include "operation.h"
 
+#include <deque>
 #include <map>
 #include <mutex>
 #include <utility>
 
 namespace emulator {
 
-enum class Place { device, pinned, pageable };
+enum class Place { device, pinned, pageable, freed };
 
 class Memory {
  public:
@@ -28,18 +29,25 @@ class Memory {
  private:
   struct Extent {
     size_t nbytes;
+    int device;  // kNone for host memory
     bool owned;  // mapped by us, not registered by the user
   };
   using Extents = std::map<uintptr_t, Extent>;
+  static constexpr int kNone = -1;
 
   static bool covers(const Extents& extents, const void* pointer);
+  aclError refuse_beyond_host_limit(const char* function, size_t nbytes);
   void bury(void* pointer, size_t nbytes);
+  void seal_graves();
 
   std::mutex mutex_;
   Extents device_;
   Extents host_;
-  size_t device_used_ = 0;
-  std::vector<std::pair<void*, size_t>> buried_;
+  std::map<int, size_t> device_used_;
+  size_t host_used_ = 0;
+  Extents graves_;  // freed: nobody gets these addresses again soon
+  std::deque<uintptr_t> open_;    // of these, the ones that queued work may still touch
+  std::deque<uintptr_t> sealed_;  // and those that nothing can, in the order of their freeing
 };
 
 }  // namespace emulator

@@ -5,12 +5,15 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #define ACL_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace emulator {
+
+class Mark;
 
 // A span of bytes that an operation reads or writes.
 struct Range {
@@ -24,10 +27,19 @@ struct Operation {
   std::vector<Range> writes;
   // Runs on the stream's thread. What it throws becomes the stream's error, told at the next synchronisation.
   std::function<void()> body;
+  std::shared_ptr<Mark> awaits = nullptr;   // another stream's mark that must be reached before the body runs
+  std::shared_ptr<Mark> reaches = nullptr;  // the mark that stands behind it
+  std::vector<Range> frees = {};            // memory that torch's allocator may hand out again behind it
 };
 
-// Puts an operation at the end of a stream and returns at once. nullptr is the default stream.
+// Puts an operation at the end of a stream and returns at once. nullptr is the current device's default stream.
 __attribute__((visibility("default"))) aclError submit(aclrtStream stream, Operation operation);
+
+// torch's allocator takes a block back: what the stream does from now on may use it.
+__attribute__((visibility("default"))) void freed_by_torch(aclrtStream stream, Range block);
+
+// The host reads or writes memory without a call to the runtime. Nothing is noted of memory that is not pinned.
+__attribute__((visibility("default"))) void host_uses_pinned(const char* function, Range range, bool writes);
 
 // Keeps a message for aclGetRecentErrMsg on this thread and returns the code, for `return fail(...)`.
 __attribute__((visibility("default"))) aclError fail(aclError code, const std::string& message);

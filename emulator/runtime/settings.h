@@ -4,14 +4,23 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 
 namespace emulator {
 
+enum class Order { eager, late, random };
+
 struct Settings {
-  std::atomic<size_t> hbm_bytes;        // capacity of the device's memory
+  std::atomic<size_t> hbm_bytes;        // capacity of each device's memory
+  std::atomic<size_t> host_bytes;       // most host memory that can be pinned; 0 means no limit
   std::atomic<double> h2d_bytes_per_s;  // 0 means as fast as memcpy goes
   std::atomic<double> d2h_bytes_per_s;
   const bool current_stack;  // false: a stack whose torch_npu does not recognise memory from ctypes as pinned
+  const int devices;
+  const Order schedule;
+  const uint64_t seed;  // of the random schedule
+  const bool races;     // whether the race detector watches
+  const bool poison;    // whether new and freed memory is filled with a pattern
 };
 
 Settings& settings();

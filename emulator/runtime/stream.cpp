@@ -1,5 +1,12 @@
 #include "stream.h"
 
+#include "detector.h"
+#include "device.h"
+#include "fault.h"
+#include "poison.h"
+#include "schedule.h"
+#include "timeline.h"
+
 #include <algorithm>
 #include <atomic>
 #include <exception>
@@ -12,20 +19,17 @@ int next_stream_id() {
   return ++last;
 }
 
-aclError told(const StreamError& error) {
-  return error.code == ACL_SUCCESS ? ACL_SUCCESS : fail(error.code, error.message);
-}
-
-aclError unknown(const char* function) {
-  return fail(ACL_ERROR_RT_STREAM_CONTEXT, std::string(function) + ": not a stream, or one that was destroyed");
-}
-
 // PyTorch adds a C++ backtrace below the message of its exceptions.
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 }  // namespace
 
-Stream::Stream() : id_(next_stream_id()), thread_([this] { run(); }) {}
+Stream::Stream(int device)
+    : id_(next_stream_id()),
+      device_(device),
+      slot_(Detector::on() ? Detector::get().enter() : 0),
+      permitted_(Schedule::get().initially_permitted()),
+      thread_([this] { run(); }) {}
 
 Stream::~Stream() {
   {
@@ -34,32 +38,87 @@ Stream::~Stream() {
   }
   arrived_.notify_all();
   thread_.join();
+  if (Detector::on()) Detector::get().leave(slot_);
 }
 
-void Stream::push(Operation operation) {
+void Stream::push(Operation operation, int site) {
   {
     std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(operation));
     ++pushed_;
+    // Under this lock, so that the detector sees operations in the order in which they will run.
+    if (Detector::on()) Detector::get().submitted(slot_, id_, operation, site);
+    if (operation.reaches) {
+      Clock known = Detector::on() ? Detector::get().known_to(slot_) : Clock{};
+      operation.reaches->place(weak_from_this(), pushed_, std::move(known));
+    }
+    queue_.push_back(std::move(operation));
   }
   arrived_.notify_one();
 }
 
 StreamError Stream::synchronize() {
   std::unique_lock lock(mutex_);
-  finished_.wait(lock, [this, last = pushed_] { return done_ >= last; });
+  const uint64_t last = pushed_;
+  const Clock known = Detector::on() ? Detector::get().known_to(slot_) : Clock{};
+  lock.unlock();
+  Schedule::get().need(*this, last);
+  lock.lock();
+  finished_.wait(lock, [this, last] { return done_ >= last; });
+  if (Detector::on()) Detector::get().host_waited(known);
   return error_;
 }
 
 bool Stream::idle() {
+  std::unique_lock lock(mutex_);
+  const uint64_t last = pushed_;
+  const Clock known = Detector::on() ? Detector::get().known_to(slot_) : Clock{};
+  lock.unlock();
+  Schedule::get().polled(*this, last);
+  if (!finished(last)) return false;
+  if (Detector::on()) Detector::get().host_waited(known);
+  return true;
+}
+
+void Stream::permit(uint64_t position) {
+  {
+    std::lock_guard lock(mutex_);
+    permitted_ = std::max(permitted_, position);
+  }
+  arrived_.notify_one();
+}
+
+bool Stream::finished(uint64_t position) {
   std::lock_guard lock(mutex_);
-  return done_ == pushed_;
+  return done_ >= position;
+}
+
+bool Stream::busy() {
+  std::lock_guard lock(mutex_);
+  return done_ < pushed_;
+}
+
+bool Stream::ready() {
+  std::lock_guard lock(mutex_);
+  return !queue_.empty() && (!queue_.front().awaits || queue_.front().awaits->reached());
+}
+
+void Stream::run_one() {
+  std::unique_lock lock(mutex_);
+  const uint64_t next = done_ + 1;
+  permitted_ = std::max(permitted_, next);
+  arrived_.notify_one();
+  finished_.wait(lock, [this, next] { return done_ >= next; });
+}
+
+uint64_t Stream::count_poll() {
+  std::lock_guard lock(mutex_);
+  return ++polls_;
 }
 
 void Stream::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    arrived_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+    arrived_.wait(lock, [this] { return closing_ || (!queue_.empty() && done_ < permitted_); });
     if (queue_.empty()) return;
     Operation operation = std::move(queue_.front());
     queue_.pop_front();
@@ -73,14 +132,19 @@ void Stream::run() {
 }
 
 void Stream::execute(Operation& operation) {
-  try {
-    operation.body();
-  } catch (const std::exception& failure) {
-    std::lock_guard lock(mutex_);
-    if (error_.code == ACL_SUCCESS) {
-      error_ = {ACL_ERROR_RT_INTERNAL_ERROR, operation.name + " failed on the device: " + first_line(failure.what())};
+  if (operation.awaits && !operation.awaits->reached()) operation.awaits->wait();
+  if (operation.body && !device_is_lost()) {
+    try {
+      Timeline::Entry entry(device_, id_, operation);
+      operation.body();
+    } catch (const std::exception& failure) {
+      std::lock_guard lock(mutex_);
+      if (error_.code == ACL_SUCCESS) {
+        error_ = {ACL_ERROR_RT_INTERNAL_ERROR, operation.name + " failed on the device: " + first_line(failure.what())};
+      }
     }
   }
+  if (operation.reaches) operation.reaches->reach();
 }
 
 Streams& Streams::all() {
@@ -88,27 +152,28 @@ Streams& Streams::all() {
   return *streams;
 }
 
-aclrtStream Streams::create() {
+aclrtStream Streams::create(int device) {
   std::lock_guard lock(mutex_);
-  return streams_.emplace_back(std::make_shared<Stream>()).get();
+  return streams_.emplace_back(std::make_shared<Stream>(device)).get();
 }
 
 std::shared_ptr<Stream> Streams::find(aclrtStream handle) {
   std::lock_guard lock(mutex_);
   if (handle == nullptr) {
-    if (!default_) default_ = streams_.emplace_back(std::make_shared<Stream>());
-    return default_;
+    const int device = current_device();
+    if (defaults_.size() <= static_cast<size_t>(device)) defaults_.resize(device + 1);
+    auto& stream = defaults_[device];
+    if (!stream) stream = streams_.emplace_back(std::make_shared<Stream>(device));
+    return stream;
   }
   auto found = std::find_if(streams_.begin(), streams_.end(), [=](auto& stream) { return stream.get() == handle; });
   return found == streams_.end() ? nullptr : *found;
 }
 
 void Streams::destroy(const std::shared_ptr<Stream>& stream) {
-  {
-    std::lock_guard lock(mutex_);
-    std::erase(streams_, stream);
-  }
-  stream->synchronize();
+  stream->synchronize();  // while the schedule still finds it
+  std::lock_guard lock(mutex_);
+  std::erase(streams_, stream);
 }
 
 std::vector<std::shared_ptr<Stream>> Streams::list() {
@@ -116,73 +181,46 @@ std::vector<std::shared_ptr<Stream>> Streams::list() {
   return streams_;
 }
 
-StreamError Streams::synchronize() {
+StreamError Streams::synchronize(int device) {
   StreamError first;
   for (const auto& stream : list()) {
+    if (stream->device() != device) continue;
     StreamError error = stream->synchronize();
     if (first.code == ACL_SUCCESS) first = error;
   }
   return first;
 }
 
-bool Streams::idle() {
-  for (const auto& stream : list()) {
-    if (!stream->idle()) return false;
-  }
-  return true;
+bool Streams::busy() {
+  const auto streams = list();
+  return std::any_of(streams.begin(), streams.end(), [](auto& stream) { return stream->busy(); });
+}
+
+std::vector<std::shared_ptr<Stream>> Streams::ready() {
+  auto streams = list();
+  std::erase_if(streams, [](auto& stream) { return !stream->ready(); });
+  return streams;
 }
 
 aclError submit(aclrtStream handle, Operation operation) {
   const auto stream = Streams::all().find(handle);
-  if (!stream) return unknown(operation.name.c_str());
-  stream->push(std::move(operation));
+  if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, operation.name + ": not a stream, or one that was destroyed");
+  if (const aclError code = count_towards_loss(); code != ACL_SUCCESS) return code;
+  // Asked before any lock is taken: to know where the program is, Python's own lock is needed.
+  const int site = Detector::on() && operation.body ? Detector::get().site() : 0;
+  stream->push(std::move(operation), site);
+  Schedule::get().submitted();
   return ACL_SUCCESS;
+}
+
+void freed_by_torch(aclrtStream handle, Range block) {
+  const auto stream = Streams::all().find(handle);
+  if (!stream) return;
+  Operation operation{.name = "free", .reads = {}, .writes = {}, .body = {}, .frees = {block}};
+  operation.body = [block] { poison(const_cast<void*>(block.begin), block.nbytes); };
+  // The allocator's lock is held here, so this must not wait for Python's.
+  stream->push(std::move(operation), Detector::get().site_if_known());
+  Schedule::get().submitted();
 }
 
 }  // namespace emulator
-
-using namespace emulator;
-
-ACL_EXPORT aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
-  *stream = Streams::all().create();
-  return ACL_SUCCESS;
-}
-
-ACL_EXPORT aclError aclrtCreateStream(aclrtStream* stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
-
-ACL_EXPORT aclError aclrtDestroyStream(aclrtStream handle) {
-  const auto stream = handle == nullptr ? nullptr : Streams::all().find(handle);
-  if (!stream) return unknown("aclrtDestroyStream");
-  Streams::all().destroy(stream);
-  return ACL_SUCCESS;
-}
-
-ACL_EXPORT aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
-
-ACL_EXPORT aclError aclrtSynchronizeStream(aclrtStream handle) {
-  const auto stream = Streams::all().find(handle);
-  return stream ? told(stream->synchronize()) : unknown("aclrtSynchronizeStream");
-}
-
-// The timeout is not kept: an operation of the emulator ends, or the test that waits for it has one of its own.
-ACL_EXPORT aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
-  return aclrtSynchronizeStream(stream);
-}
-
-ACL_EXPORT aclError aclrtSynchronizeDevice() { return told(Streams::all().synchronize()); }
-
-ACL_EXPORT aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
-
-ACL_EXPORT aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
-  const auto stream = Streams::all().find(handle);
-  if (!stream) return unknown("aclrtStreamQuery");
-  *status = stream->idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
-  return ACL_SUCCESS;
-}
-
-ACL_EXPORT aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
-  const auto stream = Streams::all().find(handle);
-  if (!stream) return unknown("aclrtStreamGetId");
-  *id = stream->id();
-  return ACL_SUCCESS;
-}

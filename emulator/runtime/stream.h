@@ -1,6 +1,7 @@
-// A stream: operations run in order, one after the other, on a thread of their own.
+// A stream: operations run in order, one after the other, on a thread of their own, when the schedule permits.
 #pragma once
 
+#include "mark.h"
 #include "operation.h"
 
 #include <condition_variable>
@@ -9,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace emulator {
 
@@ -18,52 +20,68 @@ struct StreamError {
   std::string message;
 };
 
-class Stream {
+class Stream : public std::enable_shared_from_this<Stream> {
  public:
-  Stream();
+  explicit Stream(int device);
   ~Stream();  // waits for what is queued
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  void push(Operation operation);
+  // site: where the program was; see Detector.
+  void push(Operation operation, int site);
   StreamError synchronize();  // waits for what is queued by now, not for what others push meanwhile
-  bool idle();
+  bool idle();                // asked by the host; the schedule hears of it
   int id() const { return id_; }
+  int device() const { return device_; }
+
+  // For the schedule. Operations are numbered from 1.
+  void permit(uint64_t position);
+  bool finished(uint64_t position);
+  bool busy();
+  bool ready();    // has an operation that waits for no other stream
+  void run_one();  // and comes back when it is done
+  uint64_t count_poll();
 
  private:
   void run();
   void execute(Operation& operation);
 
   const int id_;
+  const int device_;
+  const size_t slot_;  // in the race detector's clocks
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::condition_variable finished_;
   std::deque<Operation> queue_;
   uint64_t pushed_ = 0;
+  uint64_t permitted_;
   uint64_t done_ = 0;
+  uint64_t polls_ = 0;
   bool closing_ = false;
   StreamError error_;
   std::thread thread_;
 };
 
-// All streams of the device. Never destroyed: torch still frees memory while the process exits. A stream is shared
+// All streams of all devices. Never destroyed: torch still frees memory while the process exits. A stream is shared
 // with each call that is under way on it, for another thread may destroy it meanwhile.
 class Streams {
  public:
   static Streams& all();
 
-  aclrtStream create();
-  std::shared_ptr<Stream> find(aclrtStream handle);  // nullptr is the default stream; empty if there is none such
+  aclrtStream create(int device);
+  // nullptr is the default stream of the current device; empty if there is none such.
+  std::shared_ptr<Stream> find(aclrtStream handle);
   void destroy(const std::shared_ptr<Stream>& stream);
-  StreamError synchronize();
-  bool idle();
+  StreamError synchronize(int device);
+  bool busy();
+  std::vector<std::shared_ptr<Stream>> ready();
 
  private:
   std::vector<std::shared_ptr<Stream>> list();
 
   std::mutex mutex_;
   std::vector<std::shared_ptr<Stream>> streams_;
-  std::shared_ptr<Stream> default_;
+  std::vector<std::shared_ptr<Stream>> defaults_;  // by device
 };
 
 }  // namespace emulator

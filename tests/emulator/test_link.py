@@ -16,6 +16,8 @@ from tests.emulator.launch import EMULATOR, run, write_script
 MB = 1_000_000
 NBYTES = 20 * MB
 
+pytestmark = pytest.mark.schedules("eager", why="what runs beside what is the schedule's choice")
+
 
 class Buffers:
     """A pinned and a device buffer of NBYTES, with a stream of their own for copies between them."""

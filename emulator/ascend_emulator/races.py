@@ -1,0 +1,152 @@
+"""What the race detector found, and the stacks of the Python code that caused it."""
+
+import atexit
+import ctypes
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, Literal
+
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.runtime import runtime, text_from
+
+_DEPTH = 24
+_SHOWN = 8
+# The launcher, and what it runs the program by.
+_NOT_THE_PROGRAM = (str(Path(__file__).parent), "<frozen runpy>")
+
+
+@dataclass(frozen=True)
+class Access:
+    """One side of a race: what used `nbytes` bytes from `begin` on.
+
+    operation: a copy ("copy_h2d"), a kernel ("aclnnAdd"), a function of the runtime ("aclrtFreeHost"), a CPU
+        operator on pinned memory ("aten::sum"), a declared use, or "free": torch's allocator took the memory back.
+    stream: its number in the runtime; None for the host.
+    stack: where the program issued it, innermost call last. Empty on threads that run no Python, such as
+        backward's, and for most frees, as torch lets go of Python's lock before them.
+    """
+
+    operation: str
+    stream: int | None
+    touch: Literal["read", "write", "free"]
+    begin: int
+    nbytes: int
+    stack: traceback.StackSummary
+
+    def __str__(self) -> str:
+        where = "the host" if self.stream is None else f"stream {self.stream}"
+        what = {"read": "reads", "write": "writes", "free": "frees"}[self.touch]
+        head = f"{self.operation} on {where} {what} {self.nbytes} bytes at {self.begin:#x}"
+        return "\n".join(
+            [head, *"".join(traceback.StackSummary.from_list(self.stack[-_SHOWN:]).format()).splitlines()]
+        )
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two uses of the same bytes that nothing orders, one of which changes them.
+
+    count: how often the two places in the program came together so.
+    """
+
+    first: Access
+    second: Access
+    count: int
+
+    def __str__(self) -> str:
+        times = "once" if self.count == 1 else f"{self.count} times"
+        return f"race ({times}): {self.first}\nis not ordered with what was issued after it:\n{self.second}"
+
+
+def races() -> list[Race]:
+    """The races found so far, each pair of places once. Raises EmulatorError while the detector is off."""
+    if not runtime().ascend_emulator_watches_races():
+        raise EmulatorError("the race detector is off; start with races=True (--races)")
+    return [
+        Race(_access(each["first"]), _access(each["second"]), each["count"])
+        for each in json.loads(text_from("ascend_emulator_races"))
+    ]
+
+
+def clear_races() -> None:
+    """Forgets the races found so far."""
+    runtime().ascend_emulator_clear_races()
+
+
+@contextmanager
+def host_access(pointer: int, nbytes: int, *, write: bool, what: str = "host_access") -> Iterator[None]:
+    """Tells the detector that the host uses pinned memory, in a way that neither torch nor the runtime sees.
+
+    Such as a file that is written from a buffer: `with host_access(ptr, nbytes, write=False): os.pwrite(...)`. What
+    is issued meanwhile must be ordered with it too. Without the detector this does nothing.
+    """
+    declare = runtime().ascend_emulator_host_access
+    arguments = (what.encode(), ctypes.c_void_p(pointer), ctypes.c_size_t(nbytes), write)
+    declare(*arguments)
+    yield
+    declare(*arguments)
+
+
+def _access(raw: dict[str, Any]) -> Access:
+    return Access(
+        operation=raw["operation"],
+        stream=raw["stream"] or None,
+        touch=raw["touch"],
+        begin=raw["begin"],
+        nbytes=raw["nbytes"],
+        stack=_SITES.stack(raw["site"]),
+    )
+
+
+class _Sites:
+    """Numbers for the stacks that the runtime asks for: it keeps a number with each use of memory."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[tuple[CodeType, int], ...], int] = {}
+        self._stacks: list[tuple[tuple[CodeType, int], ...]] = [()]
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(self._ask)
+
+    def serve(self) -> None:
+        """Lets the runtime ask, until Python ends."""
+        tell = runtime().ascend_emulator_ask_for_site
+        tell(self._callback)
+        atexit.register(tell, None)
+
+    def stack(self, number: int) -> traceback.StackSummary:
+        parts = self._stacks[number]
+        frames = [
+            traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
+            for code, line in parts
+            if not code.co_filename.startswith(_NOT_THE_PROGRAM)
+        ]
+        return traceback.StackSummary.from_list(reversed(frames))
+
+    def _ask(self) -> int:
+        parts: list[tuple[CodeType, int]] = []
+        frame = sys._getframe().f_back
+        while frame is not None and len(parts) < _DEPTH:
+            parts.append((frame.f_code, frame.f_lineno or 0))
+            frame = frame.f_back
+        if not parts:
+            return 0
+        key = tuple(parts)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._stacks)
+            self._stacks.append(key)
+        return number
+
+
+# The runtime is one for the whole process, and so are the stacks it knows by number.
+_SITES = _Sites()
+
+
+def name_places() -> None:
+    """From now on races come with the stacks that caused them."""
+    _SITES.serve()

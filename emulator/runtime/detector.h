@@ -1,0 +1,68 @@
+// The race detector: finds two uses of the same bytes, one of which changes them, that nothing orders.
+//
+// What orders them is decided where the program issues them, by vector clocks: one entry for each stream and one for
+// the host. So what is found does not depend on what happened to run first. All host threads count as one: the order
+// of their calls is taken as an order that the program made sure of.
+#pragma once
+
+#include "operation.h"
+#include "shadow.h"
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <tuple>
+
+namespace emulator {
+
+class Detector {
+ public:
+  static bool on();
+  static Detector& get();
+
+  // Streams. A slot that was left is given to the next stream, which goes on counting where the last one stopped.
+  size_t enter();
+  void leave(size_t slot);
+  void submitted(size_t slot, int stream, const Operation& operation, int site);
+  Clock known_to(size_t slot);
+
+  // The host.
+  void host_waited(const Clock& known);
+  void host_uses(const std::string& function, Range range, Touch touch, int site);
+
+  // Memory that is given back to the system: that must come after all its uses.
+  void given_back(const std::string& function, Range range, int site);
+
+  // A number for where the program is, or 0. Never call it under a lock: it may wait for Python's.
+  int site();
+  // The same for callers that hold locks: 0 unless this thread has Python's lock already.
+  int site_if_known();
+  void ask_for_site(int (*ask)()) { ask_ = ask; }
+
+  std::string json();
+  void clear();
+
+ private:
+  struct Race {
+    Access first;
+    Access second;
+    uint64_t count;
+  };
+  using Party = std::tuple<std::string, int, Touch, int>;
+
+  Detector();
+  void note(const Access& access, const Clock& known);
+  void found(const Access& first, const Access& second);
+
+  std::mutex mutex_;
+  std::vector<Clock> clocks_;  // by slot; the first is the host's
+  std::vector<size_t> left_;
+  Shadow shadow_;
+  std::vector<Race> races_;
+  std::map<std::pair<Party, Party>, size_t> known_races_;
+  std::pair<uint64_t, uint64_t> last_pair_;
+  std::atomic<int (*)()> ask_{nullptr};
+};
+
+}  // namespace emulator

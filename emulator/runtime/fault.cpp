@@ -1,0 +1,106 @@
+#include "fault.h"
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <random>
+
+namespace emulator {
+namespace {
+
+// The functions that can be told to fail, each with its variants, and the code that CANN fails with.
+const std::map<std::string, aclError> kCodes{
+    {"aclrtMalloc", ACL_ERROR_RT_MEMORY_ALLOCATION},
+    {"aclrtMallocHost", ACL_ERROR_RT_MEMORY_ALLOCATION},
+    {"aclrtHostRegister", ACL_ERROR_RT_MEMORY_ALLOCATION},
+    {"aclrtMemcpy", ACL_ERROR_RT_INTERNAL_ERROR},
+    {"aclrtMemcpyAsync", ACL_ERROR_RT_INTERNAL_ERROR},
+    {"aclrtCreateStream", ACL_ERROR_RT_NO_STREAM_RESOURCE},
+    {"aclrtCreateEvent", ACL_ERROR_RT_NO_EVENT_RESOURCE},
+};
+constexpr const char* kDevice = "device";  // fails with the operation, and stays lost
+
+struct Fault {
+  uint64_t calls_left;  // 0: by probability
+  double probability;
+  std::mt19937_64 draw;
+  aclError code;
+};
+
+class Faults {
+ public:
+  static Faults& get() {
+    static auto* faults = new Faults;  // never destroyed: see Streams
+    return *faults;
+  }
+
+  bool set(const std::string& function, uint64_t nth, double probability, uint64_t seed, aclError code) {
+    if (!kCodes.contains(function) && function != kDevice) return false;
+    std::lock_guard lock(mutex_);
+    if (code == ACL_SUCCESS) code = function == kDevice ? ACL_ERROR_RT_LOST_HEARTBEAT : kCodes.at(function);
+    faults_[function] = {nth, probability, std::mt19937_64(seed), code};
+    any_ = true;
+    return true;
+  }
+
+  void clear() {
+    std::lock_guard lock(mutex_);
+    faults_.clear();
+    any_ = false;
+    lost_ = ACL_SUCCESS;
+  }
+
+  aclError strikes(const char* function) {
+    if (!any_) return ACL_SUCCESS;
+    std::lock_guard lock(mutex_);
+    const auto found = faults_.find(function);
+    if (found == faults_.end()) return ACL_SUCCESS;
+    Fault& fault = found->second;
+    if (fault.calls_left > 0) {
+      if (--fault.calls_left > 0) return ACL_SUCCESS;
+      const aclError code = fault.code;
+      faults_.erase(found);
+      return code;
+    }
+    std::uniform_real_distribution<double> uniform(0, 1);
+    return uniform(fault.draw) < fault.probability ? fault.code : ACL_SUCCESS;
+  }
+
+  std::atomic<aclError> lost_{ACL_SUCCESS};
+
+ private:
+  std::atomic<bool> any_{false};
+  std::mutex mutex_;
+  std::map<std::string, Fault> faults_;
+};
+
+}  // namespace
+
+aclError fault(const char* function) {
+  if (device_is_lost()) return lost();
+  const aclError code = Faults::get().strikes(function);
+  return code == ACL_SUCCESS ? ACL_SUCCESS : fail(code, std::string(function) + ": this call was told to fail");
+}
+
+bool device_is_lost() { return Faults::get().lost_ != ACL_SUCCESS; }
+
+aclError lost() { return fail(Faults::get().lost_, "the device is lost"); }
+
+aclError count_towards_loss() {
+  if (!device_is_lost()) {
+    const aclError code = Faults::get().strikes(kDevice);
+    if (code == ACL_SUCCESS) return ACL_SUCCESS;
+    Faults::get().lost_ = code;
+  }
+  return lost();
+}
+
+}  // namespace emulator
+
+// For the Python package. nth: the call that fails, counted from 1, once; 0: each call, with that probability.
+// code: 0 is the one that CANN fails with. Returns 0 for a function that cannot be told to fail.
+ACL_EXPORT int ascend_emulator_set_fault(const char* function, uint64_t nth, double probability, uint64_t seed, int code) {
+  return emulator::Faults::get().set(function, nth, probability, seed, code);
+}
+
+ACL_EXPORT void ascend_emulator_clear_faults() { emulator::Faults::get().clear(); }

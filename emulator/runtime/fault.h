@@ -1,0 +1,18 @@
+// Faults: calls that fail because they were told to.
+#pragma once
+
+#include "operation.h"
+
+namespace emulator {
+
+// ACL_SUCCESS, or the code with which this call of `function` is to fail; its message is kept already.
+aclError fault(const char* function);
+
+// A device that is lost runs nothing more, and every call that needs it fails.
+bool device_is_lost();
+aclError lost();
+
+// Counts one operation towards the one with which the device is lost. Returns what submit() is to return.
+aclError count_towards_loss();
+
+}  // namespace emulator

@@ -1,0 +1,45 @@
+#include "mark.h"
+
+#include "schedule.h"
+#include "stream.h"
+
+namespace emulator {
+
+void Mark::place(std::weak_ptr<Stream> stream, uint64_t position, Clock known) {
+  stream_ = std::move(stream);
+  position_ = position;
+  known_ = std::move(known);
+}
+
+void Mark::reach() {
+  {
+    std::lock_guard lock(mutex_);
+    reached_ = true;
+    when_ = std::chrono::steady_clock::now();
+  }
+  changed_.notify_all();
+}
+
+void Mark::wait() {
+  // A stream that is gone has done its work.
+  if (const auto stream = stream_.lock()) Schedule::get().need(*stream, position_);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return reached_; });
+}
+
+bool Mark::reached() {
+  std::lock_guard lock(mutex_);
+  return reached_;
+}
+
+bool Mark::asked() {
+  if (const auto stream = stream_.lock()) Schedule::get().polled(*stream, position_);
+  return reached();
+}
+
+Mark::Time Mark::when() {
+  std::lock_guard lock(mutex_);
+  return when_;
+}
+
+}  // namespace emulator

@@ -1,0 +1,41 @@
+// One record of an event: a point in a stream's work that is reached once.
+#pragma once
+
+#include "clock.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+namespace emulator {
+
+class Stream;
+
+class Mark {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  // Says where it stands: behind operation number `position` of the stream. Called once, as its record is queued.
+  void place(std::weak_ptr<Stream> stream, uint64_t position, Clock known);
+
+  void reach();
+  void wait();     // makes the schedule run what comes before it
+  bool reached();  // for streams: whether it has come to pass
+  bool asked();    // for the host: the same, and the schedule hears that somebody polls
+  Time when();
+
+  // What whoever has waited for it knows of.
+  const Clock& known() const { return known_; }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool reached_ = false;
+  Time when_;
+  std::weak_ptr<Stream> stream_;
+  uint64_t position_ = 0;
+  Clock known_;
+};
+
+}  // namespace emulator

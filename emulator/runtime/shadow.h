@@ -1,0 +1,55 @@
+// Who touched which bytes last: for each stretch of memory the newest write, and the reads since.
+#pragma once
+
+#include "clock.h"
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace emulator {
+
+enum class Touch { read, write, free };
+
+// One operation's, or the host's, use of one stretch of memory.
+struct Access {
+  std::string operation;
+  int stream;  // 0 for the host
+  Touch touch;
+  uintptr_t begin;
+  size_t nbytes;
+  int site;
+  Moment moment;
+};
+
+using AccessPointer = std::shared_ptr<const Access>;
+
+class Shadow {
+ public:
+  using Conflict = std::function<void(const Access& earlier)>;
+
+  // Notes an access by somebody who knows `known`, and tells of each earlier one that it does not know of, if one
+  // of the two changes the bytes.
+  void note(const AccessPointer& access, const Clock& known, const Conflict& conflict);
+
+  // The memory is given back: whatever comes at these addresses has nothing to do with what was.
+  void forget(uintptr_t begin, size_t nbytes);
+
+ private:
+  struct Cell {
+    uintptr_t end;
+    AccessPointer write;  // or free; nullptr if there was none
+    std::vector<AccessPointer> reads;
+  };
+  using Cells = std::map<uintptr_t, Cell>;
+
+  void split(uintptr_t at);
+  void read(const AccessPointer& access, const Clock& known, const Conflict& conflict);
+  void write(const AccessPointer& access, const Clock& known, const Conflict& conflict);
+
+  Cells cells_;  // by first byte; they do not overlap
+};
+
+}  // namespace emulator

@@ -1,0 +1,60 @@
+// CANN's functions on streams.
+#include "device.h"
+#include "fault.h"
+#include "stream.h"
+
+using namespace emulator;
+
+static aclError told(const StreamError& error) {
+  if (device_is_lost()) return lost();
+  return error.code == ACL_SUCCESS ? ACL_SUCCESS : fail(error.code, error.message);
+}
+
+static aclError unknown(const char* function) {
+  return fail(ACL_ERROR_RT_STREAM_CONTEXT, std::string(function) + ": not a stream, or one that was destroyed");
+}
+
+ACL_EXPORT aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
+  if (const aclError code = fault("aclrtCreateStream"); code != ACL_SUCCESS) return code;
+  *stream = Streams::all().create(current_device());
+  return ACL_SUCCESS;
+}
+
+ACL_EXPORT aclError aclrtCreateStream(aclrtStream* stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
+
+ACL_EXPORT aclError aclrtDestroyStream(aclrtStream handle) {
+  const auto stream = handle == nullptr ? nullptr : Streams::all().find(handle);
+  if (!stream) return unknown("aclrtDestroyStream");
+  Streams::all().destroy(stream);
+  return ACL_SUCCESS;
+}
+
+ACL_EXPORT aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
+
+ACL_EXPORT aclError aclrtSynchronizeStream(aclrtStream handle) {
+  const auto stream = Streams::all().find(handle);
+  return stream ? told(stream->synchronize()) : unknown("aclrtSynchronizeStream");
+}
+
+// The timeout is not kept: an operation of the emulator ends, or the test that waits for it has one of its own.
+ACL_EXPORT aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
+  return aclrtSynchronizeStream(stream);
+}
+
+ACL_EXPORT aclError aclrtSynchronizeDevice() { return told(Streams::all().synchronize(current_device())); }
+
+ACL_EXPORT aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
+
+ACL_EXPORT aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
+  const auto stream = Streams::all().find(handle);
+  if (!stream) return unknown("aclrtStreamQuery");
+  *status = stream->idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  return ACL_SUCCESS;
+}
+
+ACL_EXPORT aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
+  const auto stream = Streams::all().find(handle);
+  if (!stream) return unknown("aclrtStreamGetId");
+  *id = stream->id();
+  return ACL_SUCCESS;
+}

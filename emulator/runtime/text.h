@@ -1,0 +1,10 @@
+// Text for the Python package, which gives it back by ascend_emulator_free_text.
+#pragma once
+
+#include <string>
+
+namespace emulator {
+
+char* give(const std::string& text);
+
+}  // namespace emulator

@@ -1,0 +1,51 @@
+// What ran when: one entry for each operation that took time, kept while the timeline is switched on.
+#pragma once
+
+#include "operation.h"
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+
+namespace emulator {
+
+class Timeline {
+ public:
+  static Timeline& get();
+
+  void keep(bool on) { on_ = on; }
+  std::string json();  // a list of [name, device, stream, bytes written, start, end], times in ns of the steady clock
+  void clear();
+
+  // Lives while the operation runs.
+  class Entry {
+   public:
+    Entry(int device, int stream, const Operation& operation);
+    ~Entry();
+    Entry(const Entry&) = delete;
+    Entry& operator=(const Entry&) = delete;
+
+   private:
+    const Operation& operation_;
+    const int device_;
+    const int stream_;
+    const bool kept_;
+    const std::chrono::steady_clock::time_point start_;
+  };
+
+ private:
+  struct Span {
+    std::string name;
+    int device;
+    int stream;
+    size_t nbytes;
+    int64_t start;
+    int64_t end;
+  };
+
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;
+  std::vector<Span> spans_;
+};
+
+}  // namespace emulator

@@ -1,0 +1,413 @@
+"""Small programs with a mistake that hardware punishes once a week, and the same programs done right.
+
+Each takes `right`; the line that makes the difference is the one that asks for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+import torch
+from ascend_emulator import host_access
+
+from tests.emulator.acl import D2H, H2D, Acl
+
+N = 1 << 16
+NBYTES = 4 * N
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(N, device="npu")
+
+
+def pinned() -> torch.Tensor:
+    return torch.zeros(N).pin_memory()
+
+
+def current() -> torch.npu.Stream:
+    return torch.npu.current_stream()
+
+
+def side_stream() -> torch.npu.Stream:
+    """A stream that knows of everything so far."""
+    side = torch.npu.Stream()
+    side.wait_stream(current())
+    return side
+
+
+def offload_before_the_producer_is_done(right: bool) -> None:
+    side, host = side_stream(), pinned()
+    produced = ones() * 2
+    if right:
+        side.wait_stream(current())
+    with torch.npu.stream(side):
+        host.copy_(produced, non_blocking=True)
+    current().wait_stream(side)
+
+
+def wait_inside_with_stream(right: bool) -> None:
+    """Inside, the current stream is the side stream itself."""
+    side, host = side_stream(), pinned()
+    produced = ones() * 2
+    compute = current()
+    with torch.npu.stream(side):
+        side.wait_stream(compute if right else current())
+        host.copy_(produced, non_blocking=True)
+    compute.wait_stream(side)
+
+
+def ready_event_that_is_too_old(right: bool) -> None:
+    side, host = side_stream(), pinned()
+    produced = ones()
+    ready = current().record_event()
+    produced.mul_(2)
+    if right:
+        ready = current().record_event()
+    side.wait_event(ready)
+    with torch.npu.stream(side):
+        host.copy_(produced, non_blocking=True)
+    current().wait_stream(side)
+
+
+def ready_event_of_the_wrong_stream(right: bool) -> None:
+    side, other, host = side_stream(), side_stream(), pinned()
+    produced = ones() * 2
+    ready = (current() if right else other).record_event()
+    side.wait_event(ready)
+    with torch.npu.stream(side):
+        host.copy_(produced, non_blocking=True)
+    current().wait_stream(side)
+
+
+def wait_on_the_wrong_stream(right: bool) -> None:
+    side, other, host = side_stream(), side_stream(), pinned()
+    produced = ones() * 2
+    (side if right else other).wait_stream(current())
+    with torch.npu.stream(side):
+        host.copy_(produced, non_blocking=True)
+    current().wait_stream(side)
+
+
+def event_recorded_before_the_copy(right: bool) -> None:
+    side, host, target = side_stream(), pinned(), ones()
+    side.wait_stream(current())
+    if not right:
+        landed = side.record_event()
+    with torch.npu.stream(side):
+        target.copy_(host, non_blocking=True)
+    if right:
+        landed = side.record_event()
+    current().wait_event(landed)
+    target.mul_(2)
+    current().wait_stream(side)
+
+
+def freed_while_it_is_offloaded(right: bool) -> None:
+    produced, host = ones() * 2, pinned()
+    side = side_stream()
+    with torch.npu.stream(side):
+        host.copy_(produced, non_blocking=True)
+    if right:
+        current().wait_stream(side)
+    del produced
+
+
+def missing_record_stream(right: bool) -> None:
+    produced = ones() * 2
+    side = side_stream()
+    with torch.npu.stream(side):
+        total = produced.sum()
+    if right:
+        produced.record_stream(side)
+    del produced
+    ones()
+    current().wait_stream(side)
+    del total
+
+
+def temporary_of_a_side_stream_used_here(right: bool) -> None:
+    side = side_stream()
+    with torch.npu.stream(side):
+        temporary = ones() * 2
+    current().wait_stream(side)
+    result = temporary + 1
+    if right:
+        temporary.record_stream(current())
+    del temporary
+    side.synchronize()
+    del result
+
+
+def reload_used_before_it_arrived(right: bool) -> None:
+    host, target = pinned(), ones()
+    side = side_stream()
+    with torch.npu.stream(side):
+        target.copy_(host, non_blocking=True)
+    if right:
+        current().wait_stream(side)
+    doubled = target * 2
+    current().wait_stream(side)
+    del doubled
+
+
+def reload_before_its_own_offload_ended(right: bool) -> None:
+    source, target, host = ones(), ones(), pinned()
+    to_host, to_device = side_stream(), side_stream()
+    with torch.npu.stream(to_host):
+        host.copy_(source, non_blocking=True)
+    if right:
+        to_device.wait_stream(to_host)
+    with torch.npu.stream(to_device):
+        target.copy_(host, non_blocking=True)
+    current().wait_stream(to_host)
+    current().wait_stream(to_device)
+
+
+def reload_into_memory_that_is_still_read(right: bool) -> None:
+    """What the allocator hands out on the compute stream may still be in use there."""
+    host, source = pinned(), ones()
+    side = side_stream()
+    doubled = source * 2
+    del source
+    target = torch.empty(N, device="npu")
+    if right:
+        side.wait_stream(current())
+    with torch.npu.stream(side):
+        target.copy_(host, non_blocking=True)
+    current().wait_stream(side)
+    del doubled
+
+
+def reload_unread_and_dropped(right: bool) -> None:
+    host = pinned()
+    side = torch.npu.Stream()
+    target = torch.empty(N, device="npu")
+    side.wait_stream(current())
+    with torch.npu.stream(side):
+        target.copy_(host, non_blocking=True)
+    if right:
+        current().wait_stream(side)
+    del target
+    current().wait_stream(side)
+
+
+def changed_while_it_is_offloaded(right: bool) -> None:
+    source, host = ones(), pinned()
+    side = side_stream()
+    with torch.npu.stream(side):
+        host.copy_(source, non_blocking=True)
+    if right:
+        current().wait_stream(side)
+    source.add_(1)
+    current().wait_stream(side)
+
+
+def host_buffer_given_to_a_second_offload(right: bool) -> None:
+    first, second, host = ones(), ones(), pinned()
+    one, other = side_stream(), side_stream()
+    with torch.npu.stream(one):
+        host.copy_(first, non_blocking=True)
+    if right:
+        other.wait_stream(one)
+    with torch.npu.stream(other):
+        host.copy_(second, non_blocking=True)
+    current().wait_stream(one)
+    current().wait_stream(other)
+
+
+def host_buffer_refilled_while_it_is_reloaded(right: bool) -> None:
+    host, target = pinned(), ones()
+    target.copy_(host, non_blocking=True)
+    if right:
+        current().synchronize()
+    host.fill_(7)
+
+
+def host_buffer_read_before_synchronising(right: bool) -> None:
+    source, host = ones(), pinned()
+    host.copy_(source, non_blocking=True)
+    if right:
+        current().synchronize()
+    host.sum()
+
+
+def asked_and_not_waited(right: bool) -> None:
+    source, host = ones(), pinned()
+    side = side_stream()
+    with torch.npu.stream(side):
+        for _ in range(8):
+            host.copy_(source, non_blocking=True)
+    done = side.record_event()
+    if right:
+        while not done.query():
+            pass
+    else:
+        current().query()
+    host.sum()
+    current().wait_stream(side)
+
+
+def two_streams_accumulate(right: bool) -> None:
+    gradient = ones()
+    side = side_stream()
+    gradient.add_(1)
+    if right:
+        side.wait_stream(current())
+    with torch.npu.stream(side):
+        gradient.add_(1)
+    current().wait_stream(side)
+
+
+def optimizer_steps_beside_backward(right: bool) -> None:
+    weight = torch.nn.Parameter(ones())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    side = side_stream()
+    (weight * 2).sum().backward()
+    if right:
+        side.wait_stream(current())
+    with torch.npu.stream(side):
+        optimizer.step()
+    current().wait_stream(side)
+    optimizer.zero_grad()
+
+
+def third_transfer_through_two_buffers(right: bool) -> None:
+    buffers, sources = [pinned(), pinned()], [ones() for _ in range(3)]
+    sides = [side_stream() for _ in range(3)]
+    for i, (source, side) in enumerate(zip(sources, sides, strict=True)):
+        if right and i >= 2:
+            side.wait_stream(sides[i - 2])
+        with torch.npu.stream(side):
+            buffers[i % 2].copy_(source, non_blocking=True)
+    for side in sides:
+        current().wait_stream(side)
+
+
+def spill_thread_reads_before_the_offload_ended(right: bool) -> None:
+    source, host = ones(), pinned()
+    host.copy_(source, non_blocking=True)
+    done = current().record_event()
+
+    def spill() -> None:
+        if right:
+            done.synchronize()
+        with host_access(host.data_ptr(), NBYTES, write=False, what="spill"):
+            ctypes.string_at(host.data_ptr(), NBYTES)
+
+    thread = threading.Thread(target=spill)
+    thread.start()
+    thread.join()
+
+
+def slot_given_away_while_it_is_spilled(right: bool) -> None:
+    source, host = ones(), pinned()
+    with host_access(host.data_ptr(), NBYTES, write=False, what="spill"):
+        if not right:
+            host.copy_(source, non_blocking=True)
+    host.copy_(source, non_blocking=True)
+
+
+def read_from_disk_into_a_slot_that_is_still_offloaded_from(right: bool) -> None:
+    host, target = pinned(), ones()
+    target.copy_(host, non_blocking=True)
+    if right:
+        current().synchronize()
+    with host_access(host.data_ptr(), NBYTES, write=True, what="file read"):
+        ctypes.memset(host.data_ptr(), 1, NBYTES)
+
+
+def pinned_memory_freed_in_flight(right: bool) -> None:
+    acl = Acl()
+    device, host = acl.malloc(NBYTES), acl.malloc_host(NBYTES)
+    with acl.streams(1) as (stream,):
+        acl.copy(H2D, device, host, NBYTES, stream)
+        if right:
+            acl.check("aclrtSynchronizeStream", stream)
+        acl.check("aclrtFreeHost", host)
+    acl.check("aclrtFree", device)
+
+
+def registration_ended_in_flight(right: bool) -> None:
+    acl = Acl()
+    memory = ctypes.create_string_buffer(NBYTES + 4096)
+    host = -(-ctypes.addressof(memory) // 4096) * 4096
+    acl.check("aclrtHostRegisterV2", host, NBYTES, 0)
+    device = acl.malloc(NBYTES)
+    with acl.streams(1) as (stream,):
+        acl.copy(H2D, device, host, NBYTES, stream)
+        if right:
+            acl.check("aclrtSynchronizeStream", stream)
+        acl.check("aclrtHostUnregister", host)
+    acl.check("aclrtFree", device)
+
+
+def device_memory_freed_in_flight(right: bool) -> None:
+    acl = Acl()
+    device, host = acl.malloc(NBYTES), acl.malloc_host(NBYTES)
+    with acl.streams(1) as (stream,):
+        acl.copy(D2H, host, device, NBYTES, stream)
+        if right:
+            acl.check("aclrtSynchronizeDevice")
+        acl.check("aclrtFree", device)
+    acl.check("aclrtFreeHost", host)
+
+
+def blocking_copy_beside_a_stream(right: bool) -> None:
+    """aclrtMemcpy waits for its own end, not for what streams do."""
+    acl = Acl()
+    device, host = acl.malloc(NBYTES), acl.malloc_host(NBYTES)
+    with acl.streams(1) as (stream,):
+        acl.check("aclrtMemsetAsync", device, NBYTES, 1, NBYTES, stream)
+        if right:
+            acl.check("aclrtSynchronizeStream", stream)
+        acl.check("aclrtMemcpy", host, NBYTES, device, NBYTES, D2H)
+    acl.check("aclrtFree", device)
+    acl.check("aclrtFreeHost", host)
+
+
+def columns_of_one_matrix(right: bool) -> None:
+    """Streams may share a tensor where their bytes are not the same."""
+    matrix = torch.zeros(16, 64, device="npu")
+    side = side_stream()
+    matrix[:, :32].add_(1)
+    with torch.npu.stream(side):
+        matrix[:, 32 if right else 31 :].add_(1)
+    current().wait_stream(side)
+
+
+PROGRAMS: dict[str, Callable[[bool], None]] = {
+    program.__name__: program
+    for program in (
+        offload_before_the_producer_is_done,
+        wait_inside_with_stream,
+        ready_event_that_is_too_old,
+        ready_event_of_the_wrong_stream,
+        wait_on_the_wrong_stream,
+        event_recorded_before_the_copy,
+        freed_while_it_is_offloaded,
+        missing_record_stream,
+        temporary_of_a_side_stream_used_here,
+        reload_used_before_it_arrived,
+        reload_before_its_own_offload_ended,
+        reload_into_memory_that_is_still_read,
+        reload_unread_and_dropped,
+        changed_while_it_is_offloaded,
+        host_buffer_given_to_a_second_offload,
+        host_buffer_refilled_while_it_is_reloaded,
+        host_buffer_read_before_synchronising,
+        asked_and_not_waited,
+        two_streams_accumulate,
+        optimizer_steps_beside_backward,
+        third_transfer_through_two_buffers,
+        spill_thread_reads_before_the_offload_ended,
+        slot_given_away_while_it_is_spilled,
+        read_from_disk_into_a_slot_that_is_still_offloaded_from,
+        pinned_memory_freed_in_flight,
+        registration_ended_in_flight,
+        device_memory_freed_in_flight,
+        blocking_copy_beside_a_stream,
+        columns_of_one_matrix,
+    )
+}

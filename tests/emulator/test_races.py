@@ -1,0 +1,132 @@
+"""The race detector: it names every wrong program and no right one, in whatever schedule the tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ascend_emulator import clear_races, host_access, races
+
+from tests.conftest import RACES
+from tests.emulator.launch import EMULATOR, run, write_script
+from tests.emulator.racing_programs import NBYTES, PROGRAMS, N, ones, side_stream
+
+watched = pytest.mark.skipif(not RACES, reason="needs the race detector (ASCEND_EMULATOR_RACES=1)")
+
+
+def run_program(name: str, right: bool) -> None:
+    torch.npu.synchronize()
+    clear_races()
+    PROGRAMS[name](right)
+    torch.npu.synchronize()
+
+
+@watched
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_wrong_program_is_reported(name: str) -> None:
+    run_program(name, right=False)
+    found = races()
+    clear_races()
+    assert found, "no race was found"
+    stacks = [side.stack for race in found for side in (race.first, race.second)]
+    assert any(Path(frame.filename).name == "racing_programs.py" for stack in stacks for frame in stack)
+
+
+@watched
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_right_program_is_not(name: str) -> None:
+    run_program(name, right=True)
+    assert races() == []
+
+
+@watched
+def test_a_race_names_both_sides() -> None:
+    run_program("reload_used_before_it_arrived", right=False)
+    [race] = races()
+    clear_races()
+    assert (race.first.operation, race.first.touch) == ("copy_h2d", "write")
+    assert (race.second.operation, race.second.touch) == ("aclnnMuls", "read")
+    assert race.first.stream != race.second.stream
+    assert race.first.begin == race.second.begin
+    assert race.first.nbytes == race.second.nbytes == NBYTES
+    assert race.count == 1
+    lines = [side.stack[-1].line for side in (race.first, race.second)]
+    assert lines == ["target.copy_(host, non_blocking=True)", "doubled = target * 2"]
+    text = str(race)
+    assert "copy_h2d" in text
+    assert f"writes {NBYTES} bytes" in text
+    assert "doubled = target * 2" in text
+
+
+@watched
+def test_a_race_in_a_loop_is_one_race() -> None:
+    target, side = ones(), side_stream()
+    for _ in range(10):
+        with torch.npu.stream(side):
+            target.add_(1)
+        torch.npu.synchronize()
+        target.mul_(2)
+        with torch.npu.stream(side):
+            target.add_(1)
+        torch.npu.synchronize()
+    found = races()
+    clear_races()
+    assert [race.count for race in found] == [10]
+
+
+@watched
+def test_the_host_is_not_on_any_stream() -> None:
+    run_program("host_buffer_read_before_synchronising", right=False)
+    race = races()[0]
+    clear_races()
+    assert (race.second.operation, race.second.stream) == ("aten::sum", None)
+
+
+@watched
+def test_what_has_been_freed_and_torn_down_is_forgotten() -> None:
+    """Addresses come again; what was there before has nothing to do with it."""
+    for _ in range(3):
+        tensor = torch.ones(8 << 20, device="npu")
+        with torch.npu.stream(side_stream()):
+            tensor.sum()
+        torch.npu.synchronize()
+        del tensor
+        torch.npu.empty_cache()
+    assert races() == []
+
+
+@watched
+def test_memory_that_torch_took_back_is_poisoned() -> None:
+    doomed = ones()
+    address = doomed.data_ptr()
+    del doomed
+    reborn = torch.empty(N, device="npu")
+    assert reborn.data_ptr() == address
+    assert reborn.isnan().all()
+
+
+def test_without_the_detector_a_declaration_does_nothing_and_asking_is_an_error(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import torch, ascend_emulator
+        host = torch.zeros(8).pin_memory()
+        with ascend_emulator.host_access(host.data_ptr(), 32, write=True):
+            pass
+        try:
+            ascend_emulator.races()
+        except ascend_emulator.EmulatorError as error:
+            print(error)
+        """,
+    )
+    done = run(*EMULATOR, script, cwd=tmp_path)
+    assert done.stdout == "the race detector is off; start with races=True (--races)\n", done.stderr
+
+
+@watched
+def test_declared_uses_of_unpinned_memory_are_not_the_detectors() -> None:
+    plain = torch.zeros(N)
+    with host_access(plain.data_ptr(), NBYTES, write=True):
+        torch.ones(N, device="npu").copy_(plain)
+    assert races() == []

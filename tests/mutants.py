@@ -1,0 +1,145 @@
+"""python -m tests.mutants: takes each wait, event and lifetime hold out of the transfer code, one at a time.
+
+Tests must fail for each. A mutant is a copy of the repository with one change:
+
+- a statement that makes a stream or the host wait, or that tells torch's allocator of a stream, is left out;
+- an event is one that was never recorded, so that whoever waits for it does not wait;
+- a host slot is given back as if no copy used it any more;
+- a copy does not know of the copy that it has to come after.
+
+The tests run on the emulated NPU with its race detector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+ROOT = Path(__file__).parent.parent
+FILES = ("tiered_mem/transfer.py", "tiered_mem/store.py", "tiered_mem/tiers.py", "tiered_mem/manager.py")
+TESTS = tuple(f"tests/test_{name}.py" for name in ("transfer", "offload_context", "saved_tensors", "manager"))
+COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
+WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work")
+TESTS_FAILED = 1  # pytest's exit codes
+PASSED = 0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: the text of `node` in `file` becomes `replacement`."""
+
+    file: str
+    node: ast.expr | ast.stmt
+    replacement: str
+
+    def __str__(self) -> str:
+        before = ast.unparse(self.node).splitlines()[0]
+        return f"{self.file}:{self.node.lineno}: {before}  ->  {self.replacement}"
+
+    def apply(self, folder: Path) -> None:
+        path = folder / self.file
+        lines = path.read_text().splitlines(keepends=True)
+        node = self.node
+        if node.end_lineno is None or node.end_col_offset is None:
+            raise ValueError(f"{self} has no end")
+        head = lines[node.lineno - 1].encode()[: node.col_offset].decode()
+        tail = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+        lines[node.lineno - 1 : node.end_lineno] = [head + self.replacement + tail]
+        path.write_text("".join(lines))
+
+
+def mutants() -> list[Mutant]:
+    return [mutant for file in FILES for mutant in _mutants_of(file)]
+
+
+def _mutants_of(file: str) -> Iterator[Mutant]:
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Expr) and _called(node.value) in WAITS:
+            yield Mutant(file, node, "pass")
+        elif isinstance(node, ast.Assign) and _attribute(node.value) == "ticket":
+            yield Mutant(file, node.value, "None")
+        elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
+            yield from (Mutant(file, part, "None") for part in node.elts if _attribute(part) == "ticket")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "record_event":
+                yield Mutant(file, node, f"__import__('torch').Event({ast.unparse(node.func.value)}.device)")
+            elif node.func.attr == "release" and len(node.args) == 2:
+                yield from (Mutant(file, part, "None") for part in node.args[1:] if not _is_none(part))
+
+
+def _called(node: ast.expr) -> str | None:
+    if not isinstance(node, ast.Call):
+        return None
+    return node.func.id if isinstance(node.func, ast.Name) else _attribute(node.func)
+
+
+def _attribute(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else None
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def run_tests(folder: Path, schedule: str) -> int:
+    """pytest's exit code."""
+    environment = os.environ | {"ASCEND_EMULATOR_SCHEDULE": schedule, "ASCEND_EMULATOR_RACES": "1"}
+    command = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode
+
+
+def dies(mutant: Mutant | None, schedule: str) -> bool:
+    """Whether the tests fail with this change; None changes nothing."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, folder / name)
+        if mutant is not None:
+            mutant.apply(folder)
+        code = run_tests(folder, schedule)
+    if code not in (PASSED, TESTS_FAILED):
+        raise RuntimeError(f"pytest ended with {code}; {mutant or 'the code as it is'} could not be tested")
+    return code == TESTS_FAILED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schedule", default="eager", choices=("eager", "late", "random"))
+    parser.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    console = Console()
+    chosen = mutants()
+    if options.sample is not None:
+        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+    if dies(None, options.schedule):
+        sys.exit("mutants: the tests fail already without a mutation")
+    survivors = []
+    for mutant in track(chosen, description="mutants", console=console):
+        if dies(mutant, options.schedule):
+            console.print(f"dies      {mutant}", highlight=False, markup=False)
+        else:
+            survivors.append(mutant)
+            console.print(f"SURVIVES  {mutant}", highlight=False, markup=False)
+    console.print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants die")
+    sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
