@@ -8,7 +8,8 @@ asynchronous. Every other one is replaced here by the first of these that it has
 - a CPU kernel: the arguments are copied to the CPU, and the results back;
 - a NotImplementedError with the operator's name.
 
-Each call that goes to the CPU is logged at debug level by "ascend_emulator.fallback".
+Each call that goes to the CPU is logged at debug level by "ascend_emulator.fallback". An operator that torch_npu
+does not register at all never comes here: torch_npu itself runs it on the CPU, with a warning, as on hardware.
 """
 
 import logging
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch_npu  # type: ignore[import-untyped]
 from torch._ops import OpOverload
 from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
@@ -67,11 +69,26 @@ def _is_plain_format(self: torch.Tensor, acl_format: int, *args: Any, **kwargs: 
     return acl_format in (nchw, nhwc, nd, ncdhw)
 
 
-# For other arguments torch_npu turns to an older interface of CANN that is not emulated, and once that has failed
-# it silently drops all later work.
+def _is_without_mask(self: torch.Tensor, indices: list[torch.Tensor | None], *args: Any, **kwargs: Any) -> bool:
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in indices)
+
+
+def _forbids_private_formats(*args: Any, **kwargs: Any) -> bool:
+    return bool(torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"disable")
+
+
+# Otherwise torch_npu turns to an older interface of CANN that is not emulated, and once that has failed it silently
+# drops all later work.
 _NATIVE_IF: dict[str, Callable[..., bool]] = {
     "aten::linalg_vector_norm": _has_usual_order,
     "aten::linalg_vector_norm.out": _has_usual_order,
+    "aten::index.Tensor": _is_without_mask,
+    "aten::index_put": _is_without_mask,
+    "aten::index_put_": _is_without_mask,
+    "aten::_index_put_impl_": _is_without_mask,
+    "aten::_convolution": _forbids_private_formats,
+    "aten::convolution": _forbids_private_formats,
+    "aten::convolution_backward": _forbids_private_formats,
     "npu::npu_format_cast": _is_plain_format,
     "npu::_npu_format_cast": _is_plain_format,
 }

@@ -1,7 +1,7 @@
 """The operators that are left to torch_npu's own kernels, because libopapi serves what those call.
 
 An operator that is not named here goes to the CPU fallback. Give a new kernel's operators a line here and a
-case in tests/emulator/test_kernels.py.
+case in tests/emulator/test_gradients.py or test_kernels.py.
 """
 
 
@@ -48,13 +48,13 @@ _ATEN = {
         log2.out log2_ log_ logical_and logical_and.out logical_and_ logical_not logical_not.out
         logical_not_ logical_or logical_or.out logical_or_ logical_xor logical_xor.out
         masked_fill_.Scalar masked_fill_.Tensor maximum maximum.out minimum minimum.out mul.Scalar
-        mul.Tensor mul.out mul_.Scalar mul_.Tensor neg neg.out neg_ pow.Scalar pow.Scalar_out
-        pow.Tensor_Scalar pow.Tensor_Scalar_out pow.Tensor_Tensor pow.Tensor_Tensor_out pow_.Scalar
-        pow_.Tensor reciprocal reciprocal.out reciprocal_ round round.out round_ rsqrt rsqrt.out rsqrt_
-        rsub.Scalar rsub.Tensor sgn sgn.out sigmoid sigmoid.out sigmoid_ sign sign.out sign_ sin sin.out
-        sin_ sinh sinh.out sinh_ sqrt sqrt.out sqrt_ sub.Scalar sub.Tensor sub.out sub_.Scalar
-        sub_.Tensor tan tan.out tan_ tanh tanh.out tanh_ trunc trunc.out trunc_ where where.self
-        where.self_out
+        mul.Tensor mul.out mul_.Scalar mul_.Tensor neg neg.out neg_ polar polar.out pow.Scalar
+        pow.Scalar_out pow.Tensor_Scalar pow.Tensor_Scalar_out pow.Tensor_Tensor pow.Tensor_Tensor_out
+        pow_.Scalar pow_.Tensor reciprocal reciprocal.out reciprocal_ round round.out round_ rsqrt
+        rsqrt.out rsqrt_ rsub.Scalar rsub.Tensor sgn sgn.out sigmoid sigmoid.out sigmoid_ sign sign.out
+        sign_ sin sin.out sin_ sinh sinh.out sinh_ sqrt sqrt.out sqrt_ sub.Scalar sub.Tensor sub.out
+        sub_.Scalar sub_.Tensor tan tan.out tan_ tanh tanh.out tanh_ trunc trunc.out trunc_ where
+        where.self where.self_out
     """,
     "comparisons": """
         eq.Scalar eq.Scalar_out eq.Tensor eq.Tensor_out eq_.Scalar eq_.Tensor ge.Scalar ge.Scalar_out
@@ -73,6 +73,10 @@ _ATEN = {
         baddbmm.out baddbmm_ bmm bmm.dtype bmm.dtype_out bmm.out dot dot.out matmul matmul.out
         matmul_backward mm mm.dtype mm.dtype_out mm.out mv mv.out
     """,
+    "convolutions and pooling": """
+        _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _convolution avg_pool2d avg_pool2d_backward
+        convolution convolution_backward max_pool2d_with_indices max_pool2d_with_indices_backward
+    """,
     "reductions": """
         all all.all_out all.dim all.out amax amax.out amin amin.out any any.all_out any.dim any.out
         argmax.out argmin argmin.out linalg_vector_norm linalg_vector_norm.out logsumexp logsumexp.out
@@ -81,21 +85,25 @@ _ATEN = {
     """,
     "softmax, norms, losses, attention": """
         _fused_sdp_choice _log_softmax _log_softmax.out _log_softmax_backward_data
-        _log_softmax_backward_data.out _softmax _softmax.out _softmax_backward_data
-        _softmax_backward_data.out binary_cross_entropy_with_logits mse_loss mse_loss.out
-        mse_loss_backward mse_loss_backward.grad_input native_layer_norm native_layer_norm_backward
-        nll_loss_backward nll_loss_backward.grad_input nll_loss_forward nll_loss_forward.output
+        _log_softmax_backward_data.out _native_batch_norm_legit _softmax _softmax.out
+        _softmax_backward_data _softmax_backward_data.out binary_cross_entropy_with_logits mse_loss
+        mse_loss.out mse_loss_backward mse_loss_backward.grad_input native_batch_norm
+        native_batch_norm_backward native_layer_norm native_layer_norm_backward nll_loss_backward
+        nll_loss_backward.grad_input nll_loss_forward nll_loss_forward.output
         scaled_dot_product_attention softmax.int
     """,
-    "indexing": """
-        embedding embedding_dense_backward gather gather.out index_add index_add.out index_select
-        index_select.out scatter.src_out scatter_.src scatter_add scatter_add_
+    "indexing and order": """
+        _index_put_impl_ cumsum cumsum.out embedding embedding_dense_backward gather gather.out
+        index.Tensor index_add index_add.out index_put index_put_ index_select index_select.out
+        scatter.src_out scatter_.src scatter_add scatter_add_ sort sort.stable sort.values
+        sort.values_stable topk topk.values
     """,
     "random": """
         bernoulli bernoulli.out bernoulli.p bernoulli_.Tensor bernoulli_.float native_dropout
         native_dropout_backward normal_ random_ random_.from random_.to uniform_
     """,
     "optimizers": """
+        _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_
         _foreach_abs _foreach_abs_ _foreach_add.List _foreach_add.Scalar _foreach_add.ScalarList
         _foreach_add_.List _foreach_add_.Scalar _foreach_add_.ScalarList _foreach_addcdiv.Scalar
         _foreach_addcdiv.ScalarList _foreach_addcdiv.Tensor _foreach_addcdiv_.Scalar
@@ -119,7 +127,7 @@ _ATEN = {
         _foreach_reciprocal _foreach_reciprocal_ _foreach_sigmoid _foreach_sigmoid_ _foreach_sign
         _foreach_sign_ _foreach_sqrt _foreach_sqrt_ _foreach_sub.List _foreach_sub.Scalar
         _foreach_sub.ScalarList _foreach_sub_.List _foreach_sub_.Scalar _foreach_sub_.ScalarList
-        _foreach_tanh _foreach_tanh_ _foreach_zero_ _fused_adamw_
+        _foreach_tanh _foreach_tanh_ _foreach_zero_ _fused_adamw_ _fused_sgd_ _fused_sgd_.tensor_lr
     """,
 }
 

@@ -6,6 +6,7 @@ using namespace emulator;
 ACLNN(aclnnInplaceCopy, (Out self, In source), self.copy_(source))
 ACLNN(aclnnCast, (In self, aclDataType, Out out), out.copy_(self))
 ACLNN(aclnnComplex, (In real, In imaginary, Out out), out.copy_(at::complex(real, imaginary)))
+ACLNN(aclnnPolar, (In length, In angle, Out out), out.copy_(at::polar(length, angle)))
 
 ACLNN(aclnnInplaceZero, (Out self), self.zero_())
 ACLNN(aclnnInplaceOne, (Out self), self.fill_(1))

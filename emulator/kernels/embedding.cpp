@@ -1,5 +1,7 @@
-// Rows picked by index, and gradients added back to them.
+// Elements picked by index, and gradients added back to them.
 #include "kernel.h"
+
+#include <algorithm>
 
 using namespace emulator;
 
@@ -11,6 +13,7 @@ ACLNN(aclnnEmbeddingDenseBackward,
 ACLNN(aclnnIndexSelect, (In self, int64_t dim, In index, Out out),
       out.copy_(at::index_select(self, dim, index)))
 ACLNN(aclnnGather, (In self, int64_t dim, In index, Out out), out.copy_(at::gather(self, dim, index)))
+
 static at::Tensor scatter(In self, int64_t dim, In index, In source, int64_t reduction) {
   if (reduction == 0) return at::scatter(self, dim, index, source);
   return at::scatter(self, dim, index, source, reduction == 1 ? "add" : "multiply");
@@ -24,3 +27,23 @@ ACLNN(aclnnScatterAdd, (In self, int64_t dim, In index, In source, Out out),
       out.copy_(at::scatter_add(self, dim, index, source)))
 ACLNN(aclnnIndexAdd, (In self, int64_t dim, In index, In source, Number alpha, Out out),
       out.copy_(at::index_add(self, dim, index, source, alpha)))
+
+// torch_npu passes an empty tensor for a dimension that is not indexed.
+static c10::List<std::optional<at::Tensor>> indices_or_none(Ins indices) {
+  c10::List<std::optional<at::Tensor>> result;
+  for (const at::Tensor& index : indices) {
+    result.push_back(index.numel() > 0 ? std::optional(index) : std::nullopt);
+  }
+  return result;
+}
+
+ACLNN(aclnnIndex, (In self, Ins indices, Out out),
+      if (out.numel() > 0) out.copy_(at::index(self, indices_or_none(indices))))
+
+static void index_put(Out self, Ins indices, In values, bool accumulate) {
+  bool any = std::any_of(indices.begin(), indices.end(), [](In index) { return index.numel() > 0; });
+  if (any) self.index_put_(indices_or_none(indices), values, accumulate);
+}
+
+ACLNN(aclnnIndexPutImpl, (Out self, Ins indices, In values, bool accumulate, bool),
+      index_put(self, indices, values, accumulate))

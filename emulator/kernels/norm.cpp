@@ -1,5 +1,5 @@
 // Softmax and the normalisations, with their derivatives.
-#include "kernel.h"
+#include "optional.h"
 
 using namespace emulator;
 
@@ -28,10 +28,6 @@ ACLNN(aclnnLayerNorm, (In input, Integers shape, In weight, In bias, double eps,
 ACLNN(aclnnFastLayerNorm,
       (In input, Integers shape, In weight, In bias, double eps, Out out, Out mean, Out rstd),
       layer_norm(input, shape, weight, bias, eps, out, mean, rstd))
-
-static void copy_if_wanted(Out out, In result) {
-  if (out.defined()) out.copy_(result);
-}
 
 static void layer_norm_backward(In grad, In input, Integers shape, In mean, In rstd, In weight, In bias,
                                 Out grad_input, Out grad_weight, Out grad_bias) {

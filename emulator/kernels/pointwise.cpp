@@ -1,5 +1,5 @@
 // One output element from the input elements at the same place.
-#include "kernel.h"
+#include "optional.h"
 
 #include <ATen/ScalarOps.h>
 
@@ -112,10 +112,6 @@ ACLNN(aclnnBitwiseOrScalar, (In self, Number other, Out out), at::bitwise_or_out
 ACLNN(aclnnInplaceBitwiseAndTensor, (Out self, In other), self.bitwise_and_(other))
 ACLNN(aclnnInplaceBitwiseAndScalar, (Out self, Number other), self.bitwise_and_(other))
 ACLNN(aclnnIsFinite, (In self, Out out), out.copy_(at::isfinite(self)))
-
-static std::optional<at::Tensor> if_defined(In tensor) {
-  return tensor.defined() ? std::optional(tensor) : std::nullopt;
-}
 
 ACLNN(aclnnClamp, (In self, MaybeNumber low, MaybeNumber high, Out out), at::clamp_out(out, self, low, high))
 ACLNN(aclnnClampMin, (In self, Number low, Out out), at::clamp_min_out(out, self, low))

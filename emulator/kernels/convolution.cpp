@@ -1,0 +1,29 @@
+// Convolutions in one to three dimensions, also transposed ones. The int8_t, by which CANN may trade precision
+// for speed, is ignored.
+#include "optional.h"
+
+using namespace emulator;
+
+static void convolution_backward(In grad, In input, In weight, Integers bias_sizes, Integers stride,
+                                 Integers padding, Integers dilation, bool transposed,
+                                 Integers output_padding, int64_t groups, Booleans wanted, Out grad_input,
+                                 Out grad_weight, Out grad_bias) {
+  auto [for_input, for_weight, for_bias] = at::convolution_backward(
+      grad, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
+      {wanted[0], wanted[1], wanted[2]});
+  copy_if_wanted(grad_input, for_input);
+  copy_if_wanted(grad_weight, for_weight);
+  copy_if_wanted(grad_bias, for_bias);
+}
+
+ACLNN(aclnnConvolution,
+      (In input, In weight, In bias, Integers stride, Integers padding, Integers dilation, bool transposed,
+       Integers output_padding, int64_t groups, Out out, int8_t),
+      out.copy_(at::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding,
+                                groups)))
+ACLNN(aclnnConvolutionBackward,
+      (In grad, In input, In weight, Integers bias_sizes, Integers stride, Integers padding,
+       Integers dilation, bool transposed, Integers output_padding, int64_t groups, Booleans wanted, int8_t,
+       Out grad_input, Out grad_weight, Out grad_bias),
+      convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed,
+                           output_padding, groups, wanted, grad_input, grad_weight, grad_bias))
