@@ -1,4 +1,5 @@
 # make demo and make test are what there is to run; each sets up .venv first if that is needed.
+SCHEDULES := eager late random
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -9,13 +10,21 @@ setup: compiler $(VENV)/.installed
 demo: setup
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s examples/train_gpt.py
 
+# Without the race detector torch_npu's task queue is on, as it is by default on hardware.
 test: setup
 	$(RUN) -m pytest
+	@for schedule in $(SCHEDULES); do \
+	  echo "the same in the $$schedule schedule, with the race detector"; \
+	  ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE=$$schedule $(RUN) -m pytest || exit 1; \
+	done
+
+mutants: setup
+	$(RUN) -m tests.mutants
 
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy tiered_mem emulator/ascend_emulator
+	$(RUN) -m mypy tiered_mem emulator/ascend_emulator tests/mutants.py
 
 bench: setup
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.offload_overhead
@@ -40,4 +49,4 @@ clean:
 	$(MAKE) -C emulator clean
 	rm -rf $(VENV)
 
-.PHONY: setup compiler demo test lint bench clean
+.PHONY: setup compiler demo test mutants lint bench clean

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.emulator.launch import run
 
 ROOT = Path(__file__).parents[1]
 LEAVES = ("allocators", "policies")
@@ -134,10 +133,7 @@ def test_importing_brings_in_the_dependencies_only() -> None:
         "import json, sys, torch, numpy, safetensors, psutil; before = set(sys.modules); import tiered_mem;"
         "print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))"
     )
-    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=ROOT, check=True, capture_output=True, text=True
-    )
+    done = run("-c", code, cwd=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     before, added = (set(modules) for modules in json.loads(done.stdout))
     assert "tiered_mem.manager" in added
     assert {top(name) for name in added} - sys.stdlib_module_names <= {"tiered_mem", *DEPENDENCIES}

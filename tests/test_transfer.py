@@ -66,6 +66,17 @@ def make_tensor(device: str, nbytes: int = NBYTES) -> torch.Tensor:
     return tensor
 
 
+def interrupt_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = iter([torch.Tensor.copy_])
+
+    def copy(*args: object, **kwargs: object) -> torch.Tensor:
+        if original := next(copies, None):
+            return original(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+
+
 @pytest.mark.schedules("eager", "late", why="its copies run when they like")
 def test_memory_falls_on_release_while_the_copy_is_running(
     device: str, device_module: Any, service: Service, link: Link
@@ -268,6 +279,51 @@ def test_a_block_wanted_back_before_its_release_never_left(device: str, service:
 
 
 @pytest.mark.parametrize("direction", ["offload", "reload"])
+def test_synchronize_waits_for_both_directions(device: str, service: Service, link: Link, direction: str) -> None:
+    tensor = make_tensor(device)
+    link(SLOW)
+    block = service.save(tensor)
+    del tensor
+    service.do(Offload(block.key))
+    if direction == "reload":
+        service.do(Release(block.key))
+        service.do(Reload(block.key))
+    service.manager.synchronize()
+    assert block.ticket is not None
+    assert block.ticket.event.query()
+    service.manager.let_go(block)
+
+
+def test_a_block_wanted_back_before_its_release_and_dropped_is_safe(
+    device: str, device_module: Any, service: Service, link: Link
+) -> None:
+    """The copy that nobody needs any more still reads the device memory. Only the race detector can tell."""
+    tensor = make_tensor(device)
+    link(SLOW)
+    block = service.save(tensor)
+    del tensor
+    service.do(Offload(block.key))
+    service.do(Reload(block.key))
+    service.manager.let_go(block)
+    del block
+    torch.zeros(NBYTES // 4, device=device)
+    device_module.synchronize()
+
+
+def test_nothing_is_running_after_an_offload_that_failed(
+    device: str, service: Service, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are free, and here go back to the system at once. Only the race detector can tell."""
+    tensors = [make_tensor(device), make_tensor(device)]
+    link(SLOW)
+    blocks = [service.save(tensor) for tensor in tensors]
+    interrupt_second_copy(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        service.do(*(Offload(block.key) for block in blocks))
+    service.manager.close()
+
+
+@pytest.mark.parametrize("direction", ["offload", "reload"])
 def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
     device: str, service: Service, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,16 +338,7 @@ def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
     if direction == "reload":
         service.do(*actions["offload"], *(Release(block.key) for block in blocks))
     places = [block.place for block in blocks]
-    started = []
-
-    def copy(*args: object, **kwargs: object) -> torch.Tensor:
-        if started:
-            raise KeyboardInterrupt
-        started.append(args)
-        return original(*args, **kwargs)
-
-    original = torch.Tensor.copy_
-    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    interrupt_second_copy(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         service.do(*actions[direction])
     monkeypatch.undo()

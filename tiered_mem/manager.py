@@ -94,7 +94,6 @@ class TieringManager:
             if self._closed:
                 return
             self._closed = True
-            self._engine.synchronize()
             for block in list(self._store.blocks):
                 self._store.retire(block)
             self._host.close()

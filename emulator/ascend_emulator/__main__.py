@@ -6,36 +6,84 @@ import importlib.util
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from ascend_emulator.children import STARTED_BY
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.hardware import real_cann, usable_cuda
+from ascend_emulator.races import Race, races
 from ascend_emulator.startup import start
+
+RACES_FOUND = 66
 
 
 def main() -> None:
     options = _parse(sys.argv[1:])
+    os.environ.pop(STARTED_BY, None)  # with options of its own this is no process's child
     if options.unless_hardware and (real_cann() or usable_cuda()):
         if real_cann() is None:  # torch_npu without CANN would make `import torch` fail
             os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         print("ascend_emulator: this machine has an accelerator, which is used as it is", file=sys.stderr)
-    else:
-        try:
-            start(
-                hbm_bytes=options.hbm,
-                h2d_bytes_per_s=options.h2d,
-                d2h_bytes_per_s=options.d2h,
-                stack=options.stack,
-                over_real_cann=options.over_real_cann,
-            )
-        except EmulatorError as error:
-            sys.exit(f"ascend_emulator: {error}")
+        _run(options)
+        return
+    try:
+        start(
+            hbm_bytes=options.hbm,
+            h2d_bytes_per_s=options.h2d,
+            d2h_bytes_per_s=options.d2h,
+            host_bytes=options.host,
+            devices=options.devices,
+            stack=options.stack,
+            schedule=options.schedule,
+            seed=options.seed,
+            races=options.races,
+            poison=not options.no_poison,
+            faults=options.fault,
+            timeline=options.timeline,
+            over_real_cann=options.over_real_cann,
+        )
+    except EmulatorError as error:
+        sys.exit(f"ascend_emulator: {error}")
+    with _telling_races():
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
     script, *arguments = options.command
     if options.module:
         _run_module(script, arguments)
     else:
         _run_script(script, arguments)
+
+
+@contextmanager
+def _telling_races() -> Iterator[None]:
+    """Prints the races that were found, if they are looked for. They make a script fail that has not failed."""
+    succeeded = True
+    try:
+        yield
+    except SystemExit as ending:
+        succeeded = ending.code in (None, 0)
+        raise
+    except BaseException:
+        succeeded = False
+        raise
+    finally:
+        found = _found_races()
+        for race in found:
+            print(race, file=sys.stderr)
+        if found and succeeded:
+            sys.exit(RACES_FOUND)
+
+
+def _found_races() -> list[Race]:
+    try:
+        return races()
+    except EmulatorError:  # nobody looks for them
+        return []
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -48,6 +96,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--hbm", default="8GiB", metavar="SIZE", help="device memory (default: 8GiB)")
     parser.add_argument("--h2d", metavar="RATE", help='host to device, such as "4GB/s" (default: no limit)')
     parser.add_argument("--d2h", metavar="RATE", help='device to host, such as "4GB/s" (default: no limit)')
+    parser.add_argument("--host", metavar="SIZE", help="most host memory to pin (default: no limit)")
+    parser.add_argument("--devices", default=1, metavar="N", help="number of devices, 1 to 16 (default: 1)")
+    parser.add_argument("--schedule", help="eager (default), late or random: when queued work runs")
+    parser.add_argument("--seed", metavar="N", help="of the random schedule (default: 0)")
+    parser.add_argument(
+        "--races",
+        action="store_true",
+        default=None,
+        help=f"print unordered uses of the same memory at the end, and exit with {RACES_FOUND} if there are any",
+    )
+    parser.add_argument("--no-poison", action="store_true", help="do not fill new and freed memory with a pattern")
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="what fails: aclrtMalloc:3, aclrtMalloc:p=0.01,seed=7, device:100 (may be given several times)",
+    )
+    parser.add_argument("--timeline", metavar="FILE", help="write a Chrome trace there at the end")
     parser.add_argument(
         "--stack",
         default="current",

@@ -34,11 +34,12 @@ def install() -> None:
         namespace: Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
         for namespace in ("aten", "npu")
     }
-    untouched = native_operators() - _NATIVE_IF.keys()
+    native_if = _NATIVE_IF | (_NATIVE_IF_SEVERAL_DEVICES if torch_npu.npu.device_count() > 1 else {})
+    untouched = native_operators() - native_if.keys()
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
             operator = None if name in untouched else _find(name)
-            kernel = None if operator is None else _replacement(name, operator, key)
+            kernel = None if operator is None else _replacement(name, operator, key, native_if.get(name))
             if operator is not None and kernel is not None:
                 library = libraries[operator.namespace]
                 library.impl(operator, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
@@ -93,19 +94,29 @@ _NATIVE_IF: dict[str, Callable[..., bool]] = {
     "npu::_npu_format_cast": _is_plain_format,
 }
 
+
+def _is_on_one_device(self: torch.Tensor, src: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    return self.device == src.device or "cpu" in (self.device.type, src.device.type)
+
+
+# A copy from one NPU to another takes that older interface too. With a single device no copy has to be asked.
+_NATIVE_IF_SEVERAL_DEVICES: dict[str, Callable[..., bool]] = {"aten::copy_": _is_on_one_device}
+
 # torch_npu's own gelu does not tell the kernel which approximation is wanted. It registers gelu.out only, which
 # PyTorch's gelu calls; hence gelu itself is given a kernel here.
 _SAME_AS = {"aten::gelu": "npu::npu_gelu", "aten::gelu_backward": "npu::npu_gelu_backward"}
 
 
-def _replacement(name: str, operator: OpOverload, key: str) -> Callable[..., Any] | None:
+def _replacement(
+    name: str, operator: OpOverload, key: str, is_native: Callable[..., bool] | None
+) -> Callable[..., Any] | None:
     if operator._can_decompose():
         return operator.decompose
     if key != "PrivateUse1":
         return None
     has_cpu_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
     otherwise = _on_cpu(operator) if has_cpu_kernel else _refusal(name)
-    return _choice(operator, _NATIVE_IF[name], otherwise) if name in _NATIVE_IF else otherwise
+    return otherwise if is_native is None else _choice(operator, is_native, otherwise)
 
 
 def _choice(

@@ -20,6 +20,11 @@ def parse_bytes(size: int | str) -> int:
     return nbytes
 
 
+def parse_limit(size: int | str) -> int:
+    """A number of bytes; 0 stands for no limit."""
+    return _parse(size)
+
+
 def parse_rate(rate: int | str) -> int:
     """Bytes per second, from an int or a string such as "4GB/s"; 0 stands for no limit."""
     return _parse(rate, per="(?:/s)?")

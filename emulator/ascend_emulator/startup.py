@@ -3,16 +3,21 @@
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from ascend_emulator.children import hand_on, is_child
+from ascend_emulator.ending import finish_at_exit
 from ascend_emulator.errors import EmulatorError
+from ascend_emulator.faults import Fault, clear_faults, inject
 from ascend_emulator.hardware import real_cann
 from ascend_emulator.imports import TorchNpuFinder
-from ascend_emulator.sizes import parse_bytes, parse_rate
+from ascend_emulator.options import Options
+from ascend_emulator.runtime import LIBRARIES, runtime
+from ascend_emulator.sizes import parse_bytes, parse_limit, parse_rate
 
-LIBRARIES = Path(__file__).parent / "lib"
 KERNELS = LIBRARIES / "libopapi.so"
 KNOWN_TORCH_NPU = ("2.13.0",)
 
@@ -22,41 +27,47 @@ def start(
     hbm_bytes: int | str = "8GiB",
     h2d_bytes_per_s: int | str | None = None,
     d2h_bytes_per_s: int | str | None = None,
+    host_bytes: int | str | None = None,
+    devices: int = 1,
     stack: Literal["current", "old"] = "current",
+    schedule: Literal["eager", "late", "random"] | None = None,
+    seed: int | None = None,
+    races: bool | None = None,
+    poison: bool = True,
+    faults: Sequence[Fault | str] = (),
+    timeline: str | Path | None = None,
     over_real_cann: bool = False,
 ) -> None:
-    """Makes `import torch` find an emulated NPU. Call it before torch is imported, once in a process.
+    """Makes `import torch` find an emulated NPU, in this process and in its children. Call it before that import.
 
-    hbm_bytes: capacity of the device's memory, in bytes or as "2GiB".
+    hbm_bytes: capacity of each device's memory, in bytes or as "2GiB".
     h2d_bytes_per_s, d2h_bytes_per_s: bandwidth of each direction of the host link, in bytes per second or as
         "4GB/s"; None copies as fast as memcpy goes.
+    host_bytes: the most host memory that can be pinned; None sets no limit.
+    devices: how many there are, 1 to 16.
     stack: "old" reports a driver and CANN with which torch_npu does not recognise host memory that others
         pinned; "current" one with which it does (driver 25.5, CANN 8.5 and newer).
+    schedule: "eager" runs what is queued as soon as it can, "late" when somebody waits for it, "random" in an order
+        that is drawn from `seed`, an int of at least 0.
+    races: whether unordered uses of the same memory are looked for.
+    poison: whether new and freed memory is filled with a pattern.
+    faults: what is to fail, as Fault or as its text.
+    timeline: a file to write a Chrome trace to when the process ends.
     over_real_cann: start even though the machine has a CANN of its own.
 
-    Raises EmulatorError where that is not possible.
+    For schedule, seed, races and timeline None means what the variables ASCEND_EMULATOR_SCHEDULE, _SEED, _RACES (1
+    or 0) and _TIMELINE say; without these "eager", 0, False and no file. If start is called again before torch is
+    imported, the last call counts.
+
+    Raises EmulatorError, and changes nothing, where a value means nothing or the device cannot be started.
     """
-    if "torch" in sys.modules:
-        raise EmulatorError("torch is imported already; call ascend_emulator.start() before `import torch`")
-    if stack not in ("current", "old"):
-        raise EmulatorError(f"unknown stack {stack!r}; known are 'current' and 'old'")
-    # Every variable is written, for those of a parent process may be there.
-    environment = {
-        "HBM_BYTES": str(parse_bytes(hbm_bytes)),
-        "H2D_BYTES_PER_S": str(parse_rate(h2d_bytes_per_s or 0)),
-        "D2H_BYTES_PER_S": str(parse_rate(d2h_bytes_per_s or 0)),
-        "STACK": stack,
-    }
-    if not over_real_cann and (cann := real_cann()):
-        raise EmulatorError(
-            f"this machine has a real CANN ({cann}); run the script without the emulator, or force it with "
-            "--over-real-cann (over_real_cann=True)"
-        )
-    _check_torch_npu()
-    for name, value in environment.items():
-        os.environ[f"ASCEND_EMULATOR_{name}"] = value
-    _load_runtime()
-    sys.meta_path.insert(0, TorchNpuFinder(KERNELS))
+    _begin(Options.of(locals(), os.environ))
+
+
+def start_as_child() -> None:
+    """Starts with the options of the parent process, unless this process has started with its own."""
+    if not any(isinstance(finder, TorchNpuFinder) for finder in sys.meta_path):
+        _begin(Options.inherited(os.environ))
 
 
 def configure(
@@ -64,18 +75,50 @@ def configure(
     hbm_bytes: int | str | None = None,
     h2d_bytes_per_s: int | str | None = None,
     d2h_bytes_per_s: int | str | None = None,
+    host_bytes: int | str | None = None,
 ) -> None:
-    """Changes the device while it runs; None leaves a value as it is, and a rate of 0 takes the limit off.
+    """Changes the device while it runs; None leaves a value as it is, and a rate or host limit of 0 takes it off.
 
-    Memory that torch has already taken stays taken, and a copy that has begun keeps its rate.
+    Memory that torch has already taken stays taken, and a copy that has begun keeps its rate. Child processes have
+    the values of start(). Raises EmulatorError for a value that means nothing, and without an emulated device.
     """
-    runtime = ctypes.CDLL(str(LIBRARIES / "libascendcl.so"))
+    library = runtime()
     if hbm_bytes is not None:
-        runtime.ascend_emulator_set_hbm_bytes(ctypes.c_size_t(parse_bytes(hbm_bytes)))
+        library.ascend_emulator_set_hbm_bytes(ctypes.c_size_t(parse_bytes(hbm_bytes)))
     if h2d_bytes_per_s is not None:
-        runtime.ascend_emulator_set_h2d(ctypes.c_double(parse_rate(h2d_bytes_per_s)))
+        library.ascend_emulator_set_h2d(ctypes.c_double(parse_rate(h2d_bytes_per_s)))
     if d2h_bytes_per_s is not None:
-        runtime.ascend_emulator_set_d2h(ctypes.c_double(parse_rate(d2h_bytes_per_s)))
+        library.ascend_emulator_set_d2h(ctypes.c_double(parse_rate(d2h_bytes_per_s)))
+    if host_bytes is not None:
+        library.ascend_emulator_set_host_bytes(ctypes.c_size_t(parse_limit(host_bytes)))
+
+
+def _begin(options: Options) -> None:
+    if "torch" in sys.modules:
+        raise EmulatorError("torch is imported already; call ascend_emulator.start() before `import torch`")
+    if not options.over_real_cann and (cann := real_cann()):
+        raise EmulatorError(
+            f"this machine has a real CANN ({cann}); run the script without the emulator, or force it with "
+            "--over-real-cann (over_real_cann=True)"
+        )
+    _check_torch_npu()
+    libraries = _libraries()
+    os.environ.update(options.environment())
+    if options.races or options.schedule == "random" or options.devices > 1:
+        # torch_npu then issues kernels on the thread that asked for them, and not on a thread for each device. So a
+        # race has the right stack, a seed gives the same order again, and no device is told to wait for another
+        # one's event before that is recorded, or after it is destroyed.
+        os.environ["TASK_QUEUE_ENABLE"] = "0"
+    for path in libraries:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    clear_faults()
+    for fault in options.faults:
+        inject(fault)
+    runtime().ascend_emulator_keep_timeline(int(options.timeline is not None))
+    finish_at_exit(options, child=is_child(os.environ))
+    hand_on(os.environ)
+    if not any(isinstance(finder, TorchNpuFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, TorchNpuFinder(KERNELS))
 
 
 def _check_torch_npu() -> None:
@@ -90,12 +133,11 @@ def _check_torch_npu() -> None:
         )
 
 
-def _load_runtime() -> None:
-    """Loads every library by its full path: torch_npu, which asks by bare name, is then given these."""
+def _libraries() -> list[Path]:
+    """The runtime's, to be loaded by their full paths: torch_npu, which asks by bare name, is then given these."""
     names = ("ascendcl", "hccl", "ge_runner", "graph", "acl_tdt_channel", "acl_op_compiler")
-    runtime = [LIBRARIES / f"lib{name}.so" for name in names]
-    for path in (*runtime, KERNELS):
+    libraries = [LIBRARIES / f"lib{name}.so" for name in names]
+    for path in (*libraries, KERNELS):
         if not path.exists():
             raise EmulatorError(f"{path} is not built; run `make -C {LIBRARIES.parent.parent}`")
-    for path in runtime:
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return libraries

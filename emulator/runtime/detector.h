@@ -11,7 +11,6 @@
 #include <atomic>
 #include <map>
 #include <mutex>
-#include <set>
 #include <tuple>
 
 namespace emulator {
@@ -61,7 +60,6 @@ class Detector {
   Shadow shadow_;
   std::vector<Race> races_;
   std::map<std::pair<Party, Party>, size_t> known_races_;
-  std::pair<uint64_t, uint64_t> last_pair_;
   std::atomic<int (*)()> ask_{nullptr};
 };
 

@@ -3,6 +3,8 @@
 #include "fault.h"
 #include "stream.h"
 
+#include <map>
+
 namespace emulator {
 namespace {
 
@@ -31,7 +33,42 @@ class Event {
   std::shared_ptr<Mark> newest_;
 };
 
-Event& event_of(aclrtEvent handle) { return *static_cast<Event*>(handle); }
+// All events. torch_npu may use one that another thread has just destroyed; a call keeps what it has found.
+class Events {
+ public:
+  static Events& all() {
+    static auto* events = new Events;  // never destroyed: see Streams
+    return *events;
+  }
+
+  aclrtEvent create() {
+    auto event = std::make_shared<Event>();
+    const aclrtEvent handle = event.get();
+    std::lock_guard lock(mutex_);
+    events_.emplace(handle, std::move(event));
+    return handle;
+  }
+
+  // Empty for what is not an event, or was destroyed.
+  std::shared_ptr<Event> find(aclrtEvent handle) {
+    std::lock_guard lock(mutex_);
+    const auto found = events_.find(handle);
+    return found == events_.end() ? nullptr : found->second;
+  }
+
+  bool destroy(aclrtEvent handle) {
+    std::lock_guard lock(mutex_);
+    return events_.erase(handle) > 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<aclrtEvent, std::shared_ptr<Event>> events_;
+};
+
+aclError unknown(const char* function) {
+  return fail(ACL_ERROR_RT_PARAM_INVALID, std::string(function) + ": not an event, or one that was destroyed");
+}
 
 void host_waited(const Mark& mark) {
   if (Detector::on()) Detector::get().host_waited(mark.known());
@@ -44,7 +81,7 @@ using namespace emulator;
 
 ACL_EXPORT aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
   if (const aclError code = fault("aclrtCreateEvent"); code != ACL_SUCCESS) return code;
-  *event = new Event;
+  *event = Events::all().create();
   return ACL_SUCCESS;
 }
 
@@ -55,28 +92,37 @@ ACL_EXPORT aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) {
 ACL_EXPORT aclError aclrtCreateEvent(aclrtEvent* event) { return aclrtCreateEventExWithFlag(event, 0); }
 
 ACL_EXPORT aclError aclrtDestroyEvent(aclrtEvent event) {
-  delete &event_of(event);
-  return ACL_SUCCESS;
+  return Events::all().destroy(event) ? ACL_SUCCESS : unknown("aclrtDestroyEvent");
 }
 
-ACL_EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) { return event_of(event).record(stream); }
+ACL_EXPORT aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
+  const auto event = Events::all().find(handle);
+  return event ? event->record(stream) : unknown("aclrtRecordEvent");
+}
 
-ACL_EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
-  const auto mark = event_of(event).newest();
+ACL_EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
+  const auto event = Events::all().find(handle);
+  if (!event) return unknown("aclrtStreamWaitEvent");
+  const auto mark = event->newest();
   if (!mark) return ACL_SUCCESS;
   return submit(stream, {.name = "event_wait", .reads = {}, .writes = {}, .body = {}, .awaits = mark});
 }
 
-ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent event) {
-  if (const auto mark = event_of(event).newest()) {
+ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent handle) {
+  const auto event = Events::all().find(handle);
+  if (!event) return unknown("aclrtSynchronizeEvent");
+  if (const auto mark = event->newest()) {
     mark->wait();
     host_waited(*mark);
   }
   return device_is_lost() ? lost() : ACL_SUCCESS;
 }
 
-ACL_EXPORT aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
-  const auto mark = event_of(event).newest();
+ACL_EXPORT aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
+  const auto event = Events::all().find(handle);
+  if (!event) return unknown("aclrtQueryEventStatus");
+  if (device_is_lost()) return lost();
+  const auto mark = event->newest();
   const bool reached = !mark || mark->asked();
   if (mark && reached) host_waited(*mark);
   *status = reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
@@ -94,8 +140,11 @@ ACL_EXPORT aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus* 
 }
 
 ACL_EXPORT aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtEvent end) {
-  const auto from = event_of(start).newest();
-  const auto to = event_of(end).newest();
+  const auto first = Events::all().find(start);
+  const auto last = Events::all().find(end);
+  if (!first || !last) return unknown("aclrtEventElapsedTime");
+  const auto from = first->newest();
+  const auto to = last->newest();
   if (!from || !to || !from->reached() || !to->reached()) {
     return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "aclrtEventElapsedTime: an event has not been reached yet");
   }

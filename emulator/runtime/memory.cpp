@@ -60,6 +60,7 @@ aclError Memory::allocate_device(void** pointer, size_t nbytes) {
   if (nbytes == 0) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMalloc: 0 bytes");
   const int device = current_device();
   std::lock_guard lock(mutex_);
+  seal_idle_graves();
   const size_t capacity = settings().hbm_bytes;
   const size_t free = capacity - std::min(capacity, device_used_[device]);
   if (nbytes > free) {
@@ -102,6 +103,7 @@ aclError Memory::allocate_host(void** pointer, size_t nbytes) {
   *pointer = nullptr;
   if (nbytes == 0) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMallocHost: 0 bytes");
   std::lock_guard lock(mutex_);
+  seal_idle_graves();
   if (const aclError code = refuse_beyond_host_limit("aclrtMallocHost", nbytes); code != ACL_SUCCESS) return code;
   void* mapped = map(nbytes);
   if (mapped == nullptr) {
@@ -135,16 +137,14 @@ aclError Memory::free_host(void* pointer) {
 void Memory::bury(void* pointer, size_t nbytes) {
   graves_[address(pointer)] = {nbytes, kNone, true};
   open_.push_back(address(pointer));
-  if (Streams::all().busy()) {
-    poison(pointer, nbytes);
-  } else {
-    seal_graves();
-  }
+  if (Streams::all().busy()) poison(pointer, nbytes);
+  seal_idle_graves();
 }
 
 // The addresses stay taken for a while, so that a use that comes even later is recognised.
-void Memory::seal_graves() {
+void Memory::seal_idle_graves() {
   constexpr size_t kept = 4096;
+  if (open_.empty() || Streams::all().busy()) return;
   for (const uintptr_t start : open_) {
     void* grave = reinterpret_cast<void*>(start);
     madvise(grave, graves_[start].nbytes, MADV_DONTNEED);

@@ -38,7 +38,7 @@ class Memory {
   static bool covers(const Extents& extents, const void* pointer);
   aclError refuse_beyond_host_limit(const char* function, size_t nbytes);
   void bury(void* pointer, size_t nbytes);
-  void seal_graves();
+  void seal_idle_graves();
 
   std::mutex mutex_;
   Extents device_;

@@ -3,6 +3,7 @@
 #include "detector.h"
 #include "device.h"
 #include "fault.h"
+#include "memory.h"
 #include "poison.h"
 #include "schedule.h"
 #include "timeline.h"
@@ -17,6 +18,12 @@ namespace {
 int next_stream_id() {
   static std::atomic<int> last{0};
   return ++last;
+}
+
+bool touches_freed_memory(const Operation& operation) {
+  const auto freed = [](const Range& range) { return Memory::get().place_of(range.begin) == Place::freed; };
+  return std::any_of(operation.reads.begin(), operation.reads.end(), freed) ||
+         std::any_of(operation.writes.begin(), operation.writes.end(), freed);
 }
 
 // PyTorch adds a C++ backtrace below the message of its exceptions.
@@ -206,6 +213,9 @@ aclError submit(aclrtStream handle, Operation operation) {
   const auto stream = Streams::all().find(handle);
   if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, operation.name + ": not a stream, or one that was destroyed");
   if (const aclError code = count_towards_loss(); code != ACL_SUCCESS) return code;
+  if (touches_freed_memory(operation)) {
+    return fail(ACL_ERROR_RT_PARAM_INVALID, operation.name + ": memory that was freed");
+  }
   // Asked before any lock is taken: to know where the program is, Python's own lock is needed.
   const int site = Detector::on() && operation.body ? Detector::get().site() : 0;
   stream->push(std::move(operation), site);

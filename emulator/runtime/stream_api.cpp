@@ -48,6 +48,7 @@ ACL_EXPORT aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSyn
 ACL_EXPORT aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
   const auto stream = Streams::all().find(handle);
   if (!stream) return unknown("aclrtStreamQuery");
+  if (device_is_lost()) return lost();
   *status = stream->idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }

@@ -53,7 +53,7 @@ void Timeline::clear() {
 
 using namespace emulator;
 
-// For the Python package.
-ACL_EXPORT void ascend_emulator_keep_timeline(int on) { Timeline::get().keep(on != 0); }
+// For the Python package. Returns whether the timeline was kept before.
+ACL_EXPORT int ascend_emulator_keep_timeline(int on) { return Timeline::get().keep(on != 0); }
 ACL_EXPORT void ascend_emulator_clear_timeline() { Timeline::get().clear(); }
 ACL_EXPORT char* ascend_emulator_timeline() { return give(Timeline::get().json()); }

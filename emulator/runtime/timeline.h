@@ -13,7 +13,7 @@ class Timeline {
  public:
   static Timeline& get();
 
-  void keep(bool on) { on_ = on; }
+  bool keep(bool on) { return on_.exchange(on); }  // whether it was kept before
   std::string json();  // a list of [name, device, stream, bytes written, start, end], times in ns of the steady clock
   void clear();
 

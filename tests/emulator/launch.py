@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+from ascend_emulator.children import CHILD
+
 EMULATOR = ("-m", "ascend_emulator")
 
 
@@ -21,11 +23,14 @@ def run(
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("ASCEND_", "TORCH_", "LD_LIBRARY_PATH"))
+        if not name.startswith(("ASCEND_", "TORCH_", "TASK_QUEUE_", "LD_LIBRARY_PATH", "PYTHONPATH"))
     }
+    # Without the folder that makes a child process one of this process's device.
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder not in ("", str(CHILD))]
     if pythonpath is not None:
-        rest = inherited.get("PYTHONPATH")
-        inherited["PYTHONPATH"] = f"{pythonpath}:{rest}" if rest else str(pythonpath)
+        folders.insert(0, str(pythonpath))
+    if folders:
+        inherited["PYTHONPATH"] = ":".join(folders)
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -74,6 +74,7 @@ def test_opposite_directions_run_at_the_same_time(link: Callable[[str], None]) -
     while byte_at(down.host.data_ptr()) == 0:
         pass
     assert not up.stream.query()
+    torch.npu.synchronize()
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])

@@ -92,6 +92,8 @@ BAD_CALLS = {
     "aclrtMallocPhysical": (("aclrtMallocPhysical", "result"), UNSUPPORTED, "aclrtMallocPhysical is not emulated"),
     "aclrtSynchronizeStream of no stream": (("aclrtSynchronizeStream", 4096), NO_STREAM, "not a stream"),
     "aclrtDestroyStream of the default": (("aclrtDestroyStream", 0), NO_STREAM, "not a stream"),
+    "aclrtSynchronizeEvent of no event": (("aclrtSynchronizeEvent", 4096), INVALID, "not an event"),
+    "aclrtDestroyEvent of no event": (("aclrtDestroyEvent", 4096), INVALID, "not an event"),
     "aclrtMemsetAsync on no stream": (("aclrtMemsetAsync", 0, 0, 0, 0, 4096), NO_STREAM, "memset: not a stream"),
 }
 
@@ -217,3 +219,31 @@ def test_freed_pinned_memory_loses_its_bytes(acl: Acl, link: Callable[[str], Non
         acl.copy(D2H, source, device, 4096, stream)
         acl.check("aclrtSynchronizeStream", stream)
         assert byte_at(source) == 0xA0  # neither 7 nor 9: the careless program computes with something else
+
+
+@pytest.mark.parametrize("make", [Acl.malloc, Acl.malloc_host])
+def test_new_memory_is_poisoned(acl: Acl, make: Callable[[Acl, int], int]) -> None:
+    """From the first byte to the last, and past the size of any cache."""
+    nbytes = MIB + 2
+    pointer = make(acl, nbytes)
+    contents = ctypes.string_at(pointer, nbytes)
+    acl.check("aclrtFree" if make is Acl.malloc else "aclrtFreeHost", pointer)
+    assert contents == b"\xa0\x7f" * (nbytes // 2)
+    as_floats = torch.frombuffer(bytearray(contents[: nbytes // 4 * 4]), dtype=torch.float32)
+    halves = (as_floats.view(torch.bfloat16), as_floats.view(torch.float16))
+    assert all(numbers.isnan().all() for numbers in (as_floats, *halves))
+
+
+def test_memory_that_was_freed_is_refused(acl: Acl) -> None:
+    device, host = acl.malloc(MIB), acl.malloc_host(MIB)
+    acl.check("aclrtFree", device)
+    with acl.streams(1) as (stream,):
+        for call in (
+            ("aclrtMemcpyAsync", device, MIB, host, MIB, H2D, stream),
+            ("aclrtMemcpy", host, MIB, device, MIB, D2H),
+            ("aclrtMemsetAsync", device, MIB, 0, MIB, stream),
+            ("aclrtMemset", device, MIB, 0, MIB),
+        ):
+            assert acl.call(*call) == INVALID
+            assert "memory that was freed" in acl.message()
+    acl.check("aclrtFreeHost", host)

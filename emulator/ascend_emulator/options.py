@@ -1,0 +1,135 @@
+"""What the emulated device is to be like: checked, and handed on in environment variables."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ascend_emulator.errors import EmulatorError
+from ascend_emulator.faults import Fault
+from ascend_emulator.sizes import parse_bytes, parse_limit, parse_rate
+
+# What can be chosen from outside for a program that does not choose it itself.
+FROM_OUTSIDE = ("schedule", "seed", "races", "timeline")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of start() in their final form. A limit or rate of 0 is none."""
+
+    hbm_bytes: int = 8 << 30
+    host_bytes: int = 0
+    h2d_bytes_per_s: int = 0
+    d2h_bytes_per_s: int = 0
+    stack: str = "current"
+    devices: int = 1
+    schedule: str = "eager"
+    seed: int = 0
+    races: bool = False
+    poison: bool = True
+    faults: tuple[Fault, ...] = ()
+    timeline: Path | None = None
+    over_real_cann: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, object], environment: Mapping[str, str]) -> "Options":
+        """Checks what was given; None there stands for the environment's choice, if it may choose, or the default.
+
+        Raises EmulatorError for the first value that means nothing.
+        """
+        chosen = {name: _PARSERS[name](value) for name, value in given.items() if value is not None}
+        return cls(**_read(environment, (name for name in FROM_OUTSIDE if name not in chosen)), **chosen)
+
+    @classmethod
+    def inherited(cls, environment: Mapping[str, str]) -> "Options":
+        """The options that environment() of a parent process has written. Raises EmulatorError as of() does."""
+        return cls(**_read(environment, (field.name for field in fields(cls))))
+
+    def environment(self) -> dict[str, str]:
+        """The variables for the runtime and for child processes: all of them, for a parent's may be there."""
+        return {_variable(field.name): _text(getattr(self, field.name)) for field in fields(self)}
+
+
+def _variable(name: str) -> str:
+    return f"ASCEND_EMULATOR_{name.upper()}"
+
+
+def _read(environment: Mapping[str, str], names: Iterable[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        if text := environment.get(_variable(name)):
+            try:
+                found[name] = _PARSERS[name](text)
+            except EmulatorError as error:
+                raise EmulatorError(f"{_variable(name)} in the environment: {error}") from None
+    return found
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, tuple):
+        return ";".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def _choice(what: str, *known: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in known:
+            names = [repr(name) for name in known]
+            raise EmulatorError(f"unknown {what} {value!r}; known are {', '.join(names[:-1])} and {names[-1]}")
+        return str(value)
+
+    return parse
+
+
+def _count(what: str, low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if not re.fullmatch("[0-9]+", str(value)) or not low <= int(value) <= high:
+            raise EmulatorError(f"{what} must be a whole number from {low} to {high}, not {value!r}")
+        return int(value)
+
+    return parse
+
+
+def _switch(what: str) -> Callable[[Any], bool]:
+    def parse(value: Any) -> bool:
+        if str(value) not in ("True", "False", "0", "1"):
+            raise EmulatorError(f"{what} must be True or False (1 or 0 in the environment), not {value!r}")
+        return str(value) in ("True", "1")
+
+    return parse
+
+
+def _parse_faults(value: Any) -> tuple[Fault, ...]:
+    parts = value.split(";") if isinstance(value, str) else value
+    faults = tuple(part if isinstance(part, Fault) else Fault.parse(part) for part in parts)
+    functions = [fault.function for fault in faults]
+    if twice := next((name for name in functions if functions.count(name) > 1), None):
+        raise EmulatorError(f"{twice} has two faults; a function can have one at a time")
+    return faults
+
+
+def _parse_timeline(value: Any) -> Path:
+    path = Path(value).absolute()  # the program may change its folder
+    if path.is_dir() or not path.parent.is_dir():
+        raise EmulatorError(f"the timeline cannot be written to {str(value)!r}; that must be a file in a folder")
+    return path
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "hbm_bytes": parse_bytes,
+    "host_bytes": parse_limit,
+    "h2d_bytes_per_s": parse_rate,
+    "d2h_bytes_per_s": parse_rate,
+    "stack": _choice("stack", "current", "old"),
+    "devices": _count("devices", 1, 16),
+    "schedule": _choice("schedule", "eager", "late", "random"),
+    "seed": _count("seed", 0, (1 << 64) - 1),
+    "races": _switch("races"),
+    "poison": _switch("poison"),
+    "faults": _parse_faults,
+    "timeline": _parse_timeline,
+    "over_real_cann": _switch("over_real_cann"),
+}

@@ -1,0 +1,89 @@
+"""What ran on the device, and when."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from ascend_emulator.runtime import runtime, text_from
+
+
+class Span(NamedTuple):
+    """One copy, fill or kernel.
+
+    name: "copy_h2d", "copy_d2h", "copy_d2d", "memset", or the kernel's, such as "aclnnMatmul"; with the race
+        detector on also "free", where torch's allocator takes memory back.
+    device, stream: numbers; streams are counted from 1 over all devices.
+    nbytes: bytes written.
+    start, end: seconds on the clock of time.perf_counter().
+    """
+
+    name: str
+    device: int
+    stream: int
+    nbytes: int
+    start: float
+    end: float
+
+
+def timeline() -> list[Span]:
+    """What has ended while the timeline was kept, in the order in which it ended.
+
+    It is kept within record_timeline(), and from start(timeline=...) on. Raises EmulatorError without a device.
+    """
+    rows = json.loads(text_from("ascend_emulator_timeline"))
+    return [
+        Span(name, device, stream, nbytes, start_ns / 1e9, end_ns / 1e9)
+        for name, device, stream, nbytes, start_ns, end_ns in rows
+    ]
+
+
+@contextmanager
+def record_timeline() -> Iterator[list[Span]]:
+    """Yields a list that has, after the block, what began and ended in it.
+
+    It does not wait: synchronise before the block ends, or what is still queued is missing. Raises EmulatorError
+    where the process has no emulated device.
+    """
+    library = runtime()
+    spans: list[Span] = []
+    start = time.perf_counter()
+    was_kept = library.ascend_emulator_keep_timeline(1)
+    try:
+        yield spans
+    finally:
+        spans.extend(span for span in timeline() if span.start >= start)
+        if not was_kept:
+            library.ascend_emulator_keep_timeline(0)
+            library.ascend_emulator_clear_timeline()
+
+
+def write_trace(path: str | Path, spans: Sequence[Span] | None = None) -> None:
+    """Writes a trace for Perfetto or chrome://tracing: a process for each device, a thread for each stream.
+
+    spans: those of timeline() unless given. Raises OSError where the file cannot be written.
+    """
+    shown = timeline() if spans is None else spans
+    streams = sorted({(span.device, span.stream) for span in shown})
+    devices = sorted({device for device, _ in streams})
+    names = [_name("process", f"npu:{device}", pid=device) for device in devices]
+    names += [_name("thread", f"stream {stream}", pid=device, tid=stream) for device, stream in streams]
+    events = [
+        {
+            "ph": "X",
+            "name": span.name,
+            "pid": span.device,
+            "tid": span.stream,
+            "ts": round(span.start * 1e6, 3),
+            "dur": round((span.end - span.start) * 1e6, 3),
+            "args": {"bytes": span.nbytes},
+        }
+        for span in shown
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}))
+
+
+def _name(what: str, name: str, **where: int) -> dict[str, object]:
+    return {"ph": "M", "name": f"{what}_name", **where, "args": {"name": name}}
