@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import RACES
 from tests.emulator.launch import EMULATOR, run, write_script
 
 # Two streams that fill a buffer each, without torch: which of them is where shows in the bytes.
@@ -91,7 +88,6 @@ def test_late_runs_only_what_is_waited_for(tmp_path: Path) -> None:
     assert done.stdout == f"{[1, 0xA0, 1, 0xA0]}\n", done.stderr
 
 
-@pytest.mark.skipif(RACES, reason="starts processes with schedules of their own; once is enough")
 def test_a_gpt_learns_the_same_in_all(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
