@@ -4,15 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from ascend_emulator.errors import EmulatorError
 from ascend_emulator.races import clear_races, races
-from ascend_emulator.runtime import runtime
+from ascend_emulator.runtime import is_running, runtime
 
 
 @pytest.fixture(autouse=True)
 def no_races() -> Iterator[None]:
     """Fails the test if a race was found while it ran. A test that makes one on purpose calls clear_races()."""
-    if not _detector_is_on():
+    if not (is_running() and runtime().ascend_emulator_watches_races()):
         yield
         return
     clear_races()
@@ -22,10 +21,3 @@ def no_races() -> Iterator[None]:
     clear_races()
     if found:
         pytest.fail("\n\n".join(str(race) for race in found), pytrace=False)
-
-
-def _detector_is_on() -> bool:
-    try:
-        return bool(runtime().ascend_emulator_watches_races())
-    except EmulatorError:  # no emulated device in this process
-        return False

@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any, Literal
 
 from ascend_emulator.errors import EmulatorError
-from ascend_emulator.runtime import runtime, text_from
+from ascend_emulator.runtime import is_running, runtime, text_from
 
 _DEPTH = 24
 _SHOWN = 8
@@ -84,13 +84,18 @@ def host_access(pointer: int, nbytes: int, *, write: bool, what: str = "host_acc
     """Tells the detector that the host uses pinned memory, in a way that neither torch nor the runtime sees.
 
     Such as a file that is written from a buffer: `with host_access(ptr, nbytes, write=False): os.pwrite(...)`. What
-    is issued meanwhile must be ordered with it too. Without the detector this does nothing.
+    is issued meanwhile must be ordered with it too. Without the detector, and without an emulated device, this does
+    nothing.
     """
-    declare = runtime().ascend_emulator_host_access
-    arguments = (what.encode(), ctypes.c_void_p(pointer), ctypes.c_size_t(nbytes), write)
-    declare(*arguments)
+    _declare(what, pointer, nbytes, write)
     yield
-    declare(*arguments)
+    _declare(what, pointer, nbytes, write)
+
+
+def _declare(what: str, pointer: int, nbytes: int, write: bool) -> None:
+    if is_running():
+        begin, size = ctypes.c_void_p(pointer), ctypes.c_size_t(nbytes)
+        runtime().ascend_emulator_host_access(what.encode(), begin, size, write)
 
 
 def _access(raw: dict[str, Any]) -> Access:

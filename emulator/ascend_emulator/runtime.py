@@ -17,6 +17,15 @@ def runtime() -> ctypes.CDLL:
         raise EmulatorError("this process has no emulated device; call ascend_emulator.start() first") from None
 
 
+def is_running() -> bool:
+    """Whether start() has loaded it in this process."""
+    try:
+        runtime()
+    except EmulatorError:
+        return False
+    return True
+
+
 def text_from(function: str) -> str:
     """What a function of the runtime returns that gives its caller a string to free."""
     library = runtime()

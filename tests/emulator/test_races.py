@@ -124,6 +124,19 @@ def test_without_the_detector_a_declaration_does_nothing_and_asking_is_an_error(
     assert done.stdout == "the race detector is off; start with races=True (--races)\n", done.stderr
 
 
+def test_without_a_device_a_declaration_does_nothing_either(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import ascend_emulator
+        with ascend_emulator.host_access(4096, 32, write=True):
+            print("used")
+        """,
+    )
+    done = run(script, cwd=tmp_path)
+    assert done.stdout == "used\n", done.stderr
+
+
 @watched
 def test_declared_uses_of_unpinned_memory_are_not_the_detectors() -> None:
     plain = torch.zeros(N)
