@@ -14,7 +14,8 @@ class Event {
  public:
   aclError record(aclrtStream stream) {
     auto mark = std::make_shared<Mark>();
-    const aclError code = submit(stream, {.name = "event_record", .reads = {}, .writes = {}, .body = {}, .reaches = mark});
+    Operation record{.name = "event_record", .reads = {}, .writes = {}, .body = {}, .reaches = mark};
+    const aclError code = submit(stream, std::move(record));
     if (code != ACL_SUCCESS) return code;
     // Only now, when it is queued: a wait that got in before it on the same stream would never end.
     std::lock_guard lock(mutex_);

@@ -99,7 +99,8 @@ aclError count_towards_loss() {
 
 // For the Python package. nth: the call that fails, counted from 1, once; 0: each call, with that probability.
 // code: 0 is the one that CANN fails with. Returns 0 for a function that cannot be told to fail.
-ACL_EXPORT int ascend_emulator_set_fault(const char* function, uint64_t nth, double probability, uint64_t seed, int code) {
+ACL_EXPORT int ascend_emulator_set_fault(const char* function, uint64_t nth, double probability, uint64_t seed,
+                                         int code) {
   return emulator::Faults::get().set(function, nth, probability, seed, code);
 }
 

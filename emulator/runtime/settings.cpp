@@ -13,7 +13,9 @@ std::string text(const char* variable, const char* otherwise) {
   return value != nullptr && *value != '\0' ? value : otherwise;
 }
 
-double number(const char* variable, const char* otherwise) { return std::strtod(text(variable, otherwise).c_str(), nullptr); }
+double number(const char* variable, const char* otherwise) {
+  return std::strtod(text(variable, otherwise).c_str(), nullptr);
+}
 
 uint64_t count(const char* variable, const char* otherwise) {
   return std::strtoull(text(variable, otherwise).c_str(), nullptr, 10);

@@ -31,7 +31,9 @@ bool gives_a_view(const c10::FunctionSchema& schema) {
 }
 
 // What an operator does that has a tensor on a device, the runtime sees.
-bool is_of_the_host(const c10::IValue& value) { return !value.isTensor() || !value.toTensor().defined() || value.toTensor().is_cpu(); }
+bool is_of_the_host(const c10::IValue& value) {
+  return !value.isTensor() || !value.toTensor().defined() || value.toTensor().is_cpu();
+}
 
 void note(const char* name, const at::Tensor& tensor, bool written) {
   if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage()) return;
