@@ -6,18 +6,14 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
 
 from ascend_emulator.races import name_places
-from ascend_emulator.runtime import LIBRARIES, runtime
+from ascend_emulator.runtime import KERNELS, WATCH, runtime
 
 
 class TorchNpuFinder(MetaPathFinder):
     """Finds torch_npu where Python would, and lends it a loader that does the two extra steps."""
-
-    def __init__(self, kernels: Path) -> None:
-        self._kernels = kernels
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -26,21 +22,20 @@ class TorchNpuFinder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _TorchNpuLoader(spec.loader, self._kernels)
+            spec.loader = _TorchNpuLoader(spec.loader)
         return spec
 
 
 class _TorchNpuLoader(Loader):
-    def __init__(self, loader: Loader, kernels: Path) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._kernels = kernels
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         # Linked with libtorch_cpu, which is there only now: torch imports torch_npu as its own last act.
-        ctypes.CDLL(str(self._kernels), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(KERNELS), mode=ctypes.RTLD_GLOBAL)
         with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints a warning; stdout is the script's
             self._loader.exec_module(module)
         from ascend_emulator.fallback import install  # imports torch, which start() must precede
@@ -51,7 +46,7 @@ class _TorchNpuLoader(Loader):
 
     def _watch(self, module: ModuleType) -> None:
         """Shows the race detector what the runtime does not see: torch's allocator, and CPU operators."""
-        watch = ctypes.CDLL(str(LIBRARIES / "libwatch.so"))
+        watch = ctypes.CDLL(str(WATCH))
         watch.ascend_emulator_watch_host_operators()
         module.npu._lazy_call(watch.ascend_emulator_watch_allocator)  # there is no allocator before
         name_places()

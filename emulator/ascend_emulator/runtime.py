@@ -7,6 +7,8 @@ from pathlib import Path
 from ascend_emulator.errors import EmulatorError
 
 LIBRARIES = Path(__file__).parent / "lib"
+KERNELS = LIBRARIES / "libopapi.so"
+WATCH = LIBRARIES / "libwatch.so"
 
 
 def runtime() -> ctypes.CDLL:

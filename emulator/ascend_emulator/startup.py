@@ -15,10 +15,9 @@ from ascend_emulator.faults import Fault, clear_faults, inject
 from ascend_emulator.hardware import real_cann
 from ascend_emulator.imports import TorchNpuFinder
 from ascend_emulator.options import Options
-from ascend_emulator.runtime import LIBRARIES, runtime
+from ascend_emulator.runtime import KERNELS, LIBRARIES, WATCH, runtime
 from ascend_emulator.sizes import parse_bytes, parse_limit, parse_rate
 
-KERNELS = LIBRARIES / "libopapi.so"
 KNOWN_TORCH_NPU = ("2.13.0",)
 
 
@@ -118,7 +117,7 @@ def _begin(options: Options) -> None:
     finish_at_exit(options, child=is_child(os.environ))
     hand_on(os.environ)
     if not any(isinstance(finder, TorchNpuFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, TorchNpuFinder(KERNELS))
+        sys.meta_path.insert(0, TorchNpuFinder())
 
 
 def _check_torch_npu() -> None:
@@ -137,7 +136,7 @@ def _libraries() -> list[Path]:
     """The runtime's, to be loaded by their full paths: torch_npu, which asks by bare name, is then given these."""
     names = ("ascendcl", "hccl", "ge_runner", "graph", "acl_tdt_channel", "acl_op_compiler")
     libraries = [LIBRARIES / f"lib{name}.so" for name in names]
-    for path in (*libraries, KERNELS):
+    for path in (*libraries, KERNELS, WATCH):
         if not path.exists():
             raise EmulatorError(f"{path} is not built; run `make -C {LIBRARIES.parent.parent}`")
     return libraries

@@ -79,6 +79,38 @@ def test_a_race_in_a_loop_is_one_race() -> None:
 
 
 @watched
+@pytest.mark.parametrize("halves", [(slice(0, N // 2), slice(N // 2, N)), (slice(N // 2, N), slice(0, N // 2))])
+def test_an_event_covers_what_was_written_before_it_and_no_more(halves: tuple[slice, slice]) -> None:
+    target, side = ones(), side_stream()
+    before, after = halves
+    with torch.npu.stream(side):
+        target.mul_(2)
+        event = side.record_event()
+        target[after].zero_()
+    torch.npu.current_stream().wait_event(event)
+    target[before].add_(1)
+    assert races() == []
+    target[after].add_(1)
+    found = races()
+    clear_races()
+    torch.npu.synchronize()
+    assert [race.first.operation for race in found] == ["aclnnInplaceZero"]
+
+
+@watched
+def test_the_bytes_beside_those_that_are_overwritten_are_still_raced_for() -> None:
+    target, side = ones(), side_stream()
+    target.mul_(2)
+    target[: N // 2].zero_()
+    with torch.npu.stream(side):
+        target[N // 2 :].add_(1)
+    found = races()
+    clear_races()
+    torch.npu.synchronize()
+    assert [(race.first.operation, race.second.nbytes) for race in found] == [("aclnnInplaceMuls", NBYTES // 2)]
+
+
+@watched
 def test_the_host_is_not_on_any_stream() -> None:
     run_program("host_buffer_read_before_synchronising", right=False)
     race = races()[0]

@@ -108,7 +108,7 @@ def test_a_missing_torch_npu_is_told(tmp_path: Path) -> None:
     assert done.stderr == "ascend_emulator: torch_npu is not installed; pip install 'torch_npu==2.13.*'\n"
 
 
-@pytest.mark.parametrize("missing", ["libascendcl.so", "libgraph.so", "libopapi.so"])
+@pytest.mark.parametrize("missing", ["libascendcl.so", "libgraph.so", "libopapi.so", "libwatch.so"])
 def test_libraries_that_are_not_built_are_told(tmp_path: Path, missing: str) -> None:
     copy = tmp_path / "ascend_emulator"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("lib", "__pycache__"))
