@@ -23,7 +23,7 @@ const char* word(Touch touch) {
 }
 
 std::string json_of(const Access& access) {
-  return "{\"operation\":\"" + access.operation + "\",\"stream\":" + std::to_string(access.stream) +
+  return "{\"operation\":" + quoted(access.operation) + ",\"stream\":" + std::to_string(access.stream) +
          ",\"touch\":\"" + word(access.touch) + "\",\"begin\":" + std::to_string(access.begin) +
          ",\"nbytes\":" + std::to_string(access.nbytes) + ",\"site\":" + std::to_string(access.site) + "}";
 }

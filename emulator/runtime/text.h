@@ -7,4 +7,7 @@ namespace emulator {
 
 char* give(const std::string& text);
 
+// As a JSON string, quotes included.
+std::string quoted(const std::string& text);
+
 }  // namespace emulator

@@ -38,7 +38,7 @@ std::string Timeline::json() {
   std::string text = "[";
   for (const Span& span : spans_) {
     if (text.size() > 1) text += ",\n";
-    text += "[\"" + span.name + "\"," + std::to_string(span.device) + "," + std::to_string(span.stream) + "," +
+    text += "[" + quoted(span.name) + "," + std::to_string(span.device) + "," + std::to_string(span.stream) + "," +
             std::to_string(span.nbytes) + "," + std::to_string(span.start) + "," + std::to_string(span.end) + "]";
   }
   return text + "]";

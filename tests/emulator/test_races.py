@@ -173,6 +173,18 @@ def test_without_a_device_a_declaration_does_nothing_either(tmp_path: Path) -> N
 
 
 @watched
+def test_a_declaration_may_say_anything() -> None:
+    host = torch.zeros(N).pin_memory()
+    torch.ones(N, device="npu").copy_(host, non_blocking=True)
+    with host_access(host.data_ptr(), NBYTES, write=True, what='a "file" of C:\\ é\n'):
+        pass
+    found = races()
+    clear_races()
+    torch.npu.synchronize()
+    assert found[0].second.operation == 'a "file" of C:\\ é '
+
+
+@watched
 def test_declared_uses_of_unpinned_memory_are_not_the_detectors() -> None:
     plain = torch.zeros(N)
     with host_access(plain.data_ptr(), NBYTES, write=True):
