@@ -39,7 +39,7 @@ $(VENV)/.installed: pyproject.toml emulator/pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo 'setup: the venv module is missing; install it (Debian: apt install python3-venv)'; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	@echo 'setup: installing into $(VENV) and compiling the emulator, about two minutes'
+	@echo 'setup: installing into $(VENV) and compiling the emulator, about three minutes'
 	@$(RUN) -m pip install --editable ./emulator --editable '.[dev]' >$(VENV)/setup.log 2>&1 || \
 	  { echo "setup: pip could not install all of it: $$(grep ERROR $(VENV)/setup.log | tail -n 1) ($(VENV)/setup.log)"; \
 	    exit 1; }

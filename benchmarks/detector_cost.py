@@ -6,7 +6,6 @@ The two run in turns, in processes of their own, for the detector is on or off f
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -18,7 +17,8 @@ from typing import IO
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+
+from benchmarks.report import report
 
 # Reads a line, runs a step, writes the seconds it took.
 STEPS = """
@@ -55,12 +55,7 @@ def main() -> None:
         "watched_step_s": statistics.median(on),
         "ratio": statistics.median(b / a for a, b in zip(off, on, strict=True)),
     }
-    table = Table("figure", "value")
-    for name, value in result.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    report(result, console, options.json)
 
 
 @contextmanager

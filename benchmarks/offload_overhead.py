@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.report import report
 from examples.gpt import GPT, batches, standard_library
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
@@ -60,12 +59,7 @@ def main() -> None:
         "ratio": statistics.median(t / p for t, p in zip(tiered, plain, strict=True)),
         "reloads_on_demand": stats["reloads_on_demand.total"],
     }
-    table = Table("figure", "value")
-    for name, value in result.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    report(result, console, options.json)
 
 
 class Step:

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 namespace emulator {
 
@@ -46,7 +47,7 @@ class Memory {
   std::map<int, size_t> device_used_;
   size_t host_used_ = 0;
   Extents graves_;  // freed: nobody gets these addresses again soon
-  std::deque<uintptr_t> open_;    // of these, the ones that queued work may still touch
+  std::vector<uintptr_t> open_;   // of these, the ones that queued work may still touch
   std::deque<uintptr_t> sealed_;  // and those that nothing can, in the order of their freeing
 };
 
