@@ -12,8 +12,6 @@ namespace {
 
 constexpr size_t kHost = 0;
 
-uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
-
 const char* word(Touch touch) {
   switch (touch) {
     case Touch::read: return "read";

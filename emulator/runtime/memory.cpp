@@ -40,8 +40,6 @@ void* map(size_t nbytes) {
   return aligned;
 }
 
-uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
-
 std::string mib(size_t nbytes) {
   char text[32];
   std::snprintf(text, sizeof text, "%.1f MiB", static_cast<double>(nbytes) / (1 << 20));

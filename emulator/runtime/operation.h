@@ -4,6 +4,7 @@
 #include <acl/acl.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -14,6 +15,8 @@
 namespace emulator {
 
 class Mark;
+
+inline uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
 // A span of bytes that an operation reads or writes.
 struct Range {

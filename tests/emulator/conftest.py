@@ -7,8 +7,15 @@ from collections.abc import Iterator
 import pytest
 from ascend_emulator.hardware import real_cann
 
+from tests.emulator.acl import Acl
+
 if os.environ.get("TIERED_MEM_TEST_DEVICE", "npu") != "npu" or real_cann() is not None:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def acl() -> Acl:
+    return Acl()
 
 
 @pytest.fixture

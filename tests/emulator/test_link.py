@@ -36,11 +36,6 @@ class Buffers:
                 self.host.copy_(self.device, non_blocking=True)
 
 
-@pytest.fixture
-def acl() -> Acl:
-    return Acl()
-
-
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_a_copy_takes_the_time_that_the_link_needs_and_little_cpu(
     link: Callable[[str], None], direction: str

@@ -24,11 +24,6 @@ def block(nbytes: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def acl() -> Acl:
-    return Acl()
-
-
-@pytest.fixture
 def leave_free() -> Iterator[Callable[[int], None]]:
     """Sets the device's capacity so that this much is free, for this test."""
     _, capacity = torch.npu.mem_get_info()

@@ -18,11 +18,6 @@ SLOW = "20MB/s"
 NO_STREAM, NO_TIME = 107003, 107006
 
 
-@pytest.fixture
-def acl() -> Acl:
-    return Acl()
-
-
 def reached(acl: Acl, event: int) -> bool:
     status = ctypes.c_int(-1)
     acl.check("aclrtQueryEventStatus", event, ctypes.byref(status))

@@ -9,18 +9,12 @@ import time
 from pathlib import Path
 
 import ascend_emulator
-import pytest
 from ascend_emulator import Span
 
 from tests.emulator.acl import D2D, D2H, H2D, Acl
 from tests.emulator.launch import EMULATOR, run, write_script
 
 NBYTES = 1 << 16
-
-
-@pytest.fixture
-def acl() -> Acl:
-    return Acl()
 
 
 def stream_number(acl: Acl, stream: int) -> int:
