@@ -15,6 +15,8 @@ from .base import (
     Saved,
 )
 from .layer_order import LayerOrderPolicy
+from .manual import ManualPolicy
+from .synchronization_dict import SynchronizationDictPolicy
 
 __all__ = [
     "Action",
@@ -25,11 +27,13 @@ __all__ = [
     "LayerBegin",
     "LayerEnd",
     "LayerOrderPolicy",
+    "ManualPolicy",
     "Offload",
     "Policy",
     "Release",
     "Reload",
     "Saved",
+    "SynchronizationDictPolicy",
     "policy_by_name",
 ]
 

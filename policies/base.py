@@ -1,7 +1,7 @@
 """What a policy is told and what it may answer.
 
 A policy sees integers only: `key` names a block, `graph` one pass through a forward, `layer` the position of a
-layer in the list that the offload context was given. It runs, and is tested, without a device.
+layer in the order in which the layers of this forward begin. It runs, and is tested, without a device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardBegin:
-    """A forward through a model of `num_layers` layers begins."""
+    """A forward through a model of `num_layers` layers begins. It may turn out that more or fewer of them run."""
 
     graph: int
     num_layers: int
@@ -35,7 +35,11 @@ class ForwardBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerBegin:
-    """A layer's forward begins, or its backward does."""
+    """A layer's forward begins, or its backward does.
+
+    Backwards come in any order, between forwards too, and one may be told several times. They are also told of a
+    graph that has no blocks any more.
+    """
 
     graph: int
     layer: int
@@ -44,7 +48,7 @@ class LayerBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerEnd:
-    """A layer's forward has ended: what it saves is known."""
+    """A layer's forward has ended: what it saves is known, but for what is saved between layers."""
 
     graph: int
     layer: int
@@ -59,7 +63,10 @@ class ForwardEnd:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A layer saved a block for backward. A block that a later layer saves too is told again, with that layer."""
+    """A layer saved a block for backward, or it was saved after the layer's end and before the next one.
+
+    A block that a later layer saves too is told again, with that layer.
+    """
 
     graph: int
     layer: int

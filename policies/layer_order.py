@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from .base import (
     Reload,
     Saved,
 )
+from .saved_by_layer import SavedByLayer
 
 
 class LayerOrderPolicy:
@@ -27,7 +27,8 @@ class LayerOrderPolicy:
     With k of N layers offloaded the device holds the activations of N - k layers, in forward and in backward, as
     in Transformer Engine's default schedule: layer i is released when layer N - k + i begins its forward, and
     reloaded when layer N - k + i - 1 begins its backward. With k = N nothing is resident after the forward; the
-    last layers are then reloaded when their own backward begins.
+    last layers are then reloaded when their own backward begins. N is what the forward was told; where more layers
+    run, backward counts these too, and where fewer do, what has not been released is when the forward ends.
 
     in_flight: layers that the device may hold beyond that while their copies are under way. With k = N or N - 1
         there is otherwise no time in which a copy could overlap compute; 1 is enough to hide it.
@@ -42,8 +43,7 @@ class LayerOrderPolicy:
             raise ValueError(f"in_flight must be 0 or more, not {in_flight}")
         self._num_layers = num_layers
         self._in_flight = in_flight
-        self._graphs: dict[int, _Graph] = {}
-        self._graph_of: dict[int, int] = {}
+        self._saved: SavedByLayer[_Plan] = SavedByLayer()
 
     def check(self, num_layers: int) -> None:
         if self._num_layers is not None and self._num_layers > num_layers:
@@ -53,94 +53,74 @@ class LayerOrderPolicy:
             )
 
     def decide(self, event: Event) -> Sequence[Action]:
+        saved = self._saved
         match event:
-            case ForwardBegin(graph, num_layers):
-                k = num_layers if self._num_layers is None else self._num_layers
-                self._graphs[graph] = _Graph(num_layers, k, self._in_flight)
             case Saved(graph, layer, key):
-                if self._graph_of.get(key, graph) != graph:
-                    self._drop(key)  # two forwards saved it, an input of both perhaps: the later one has it now
-                self._graph_of[key] = graph
-                self._graphs[graph].save(layer, key)
-            case LayerEnd(graph, layer):
-                return [Offload(key) for key in self._graphs[graph].keys(layer)]
-            case LayerBegin(graph, layer, backward=False):
-                return [Release(key) for key in self._graphs[graph].released_by(layer)]
-            case LayerBegin(graph, layer, backward=True):
-                if graph in self._graphs:
-                    return [Reload(key) for key in self._graphs[graph].reloaded_by(layer)]
-            case ForwardEnd(graph):
-                released = [Release(key) for key in self._graphs[graph].end_forward()]
-                self._forget_if_empty(graph)
-                return released
+                saved.save(graph, layer, key)
             case Dropped(key):
-                if key in self._graph_of:
-                    self._drop(key)
+                saved.drop(key)
+            case LayerBegin(graph, layer, backward=True):
+                if graph in saved:
+                    return [Reload(key) for key in saved.keys(graph, saved.plan(graph).reloaded_by(layer))]
+            case LayerBegin(graph, layer):
+                released = saved.plan(graph).released_by(layer)
+                return self._offload(graph) + [Release(key) for key in saved.keys(graph, released)]
+            case LayerEnd(graph, layer):
+                saved.end_layer(graph, layer)
+                return self._offload(graph)
+            case ForwardBegin(graph, num_layers):
+                saved.begin(graph, _Plan(num_layers, self._num_layers, self._in_flight))
+            case ForwardEnd(graph):
+                away = saved.plan(graph).released_by_end()
+                actions = self._offload(graph) + [Release(key) for key in saved.keys(graph, away)]
+                saved.end_forward(graph)
+                return actions
         return ()
 
-    def _drop(self, key: int) -> None:
-        graph = self._graph_of.pop(key)
-        self._graphs[graph].drop(key)
-        self._forget_if_empty(graph)
-
-    def _forget_if_empty(self, graph: int) -> None:
-        if self._graphs[graph].over:
-            del self._graphs[graph]
+    def _offload(self, graph: int) -> list[Action]:
+        offloaded = self._saved.plan(graph).offloaded
+        return [Offload(key) for key, layer in self._saved.take_leaving(graph) if layer < offloaded]
 
 
 @dataclass
-class _Graph:
-    """One forward and the backward that follows it."""
+class _Plan:
+    """When the layers of one graph move. `num_layers` grows where more layers run than were told."""
 
     num_layers: int
-    offloaded: int
+    wanted: int | None
     in_flight: int
-    forward: bool = True
-    reached: int = -1
-    layer_of: dict[int, int] = field(default_factory=dict)
-    saved: defaultdict[int, dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
+    gap: int = field(init=False)
+    reached: int | None = None
+    reloaded: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.reached = self.num_layers
+        self.gap = max(1, self.num_layers - self.offloaded) + self.in_flight
 
     @property
-    def over(self) -> bool:
-        return not self.forward and not self.layer_of
-
-    def save(self, layer: int, key: int) -> None:
-        """A block saved by two layers belongs to the later one: only then is the device done with it."""
-        if key in self.layer_of:
-            del self.saved[self.layer_of[key]][key]
-        self.layer_of[key] = layer
-        self.saved[layer][key] = None
-
-    def drop(self, key: int) -> None:
-        del self.saved[self.layer_of.pop(key)][key]
-
-    def keys(self, layer: int) -> Iterable[int]:
-        return list(self.saved[layer]) if layer < self.offloaded else ()
+    def offloaded(self) -> int:
+        return self.num_layers if self.wanted is None else self.wanted
 
     def released_by(self, layer: int) -> Iterable[int]:
-        return self._keys_of(i for i in range(self.offloaded) if self._release_at(i) == layer)
+        self.num_layers = max(self.num_layers, layer + 1)
+        i = layer - self.gap
+        return (i,) if 0 <= i < self.offloaded and i not in self.reloaded else ()
 
-    def end_forward(self) -> Iterable[int]:
-        self.forward = False
-        return self._keys_of(range(self.offloaded))
+    def released_by_end(self) -> Iterable[int]:
+        return (i for i in range(self.offloaded) if i not in self.reloaded)
 
     def reloaded_by(self, layer: int) -> Iterable[int]:
         """Layers due since the last one, but none above `layer`: a backward that jumps ahead must not bring
-        everything in at once. What is left out is fetched when it is needed."""
-        last = self.reached if layer < self.reached else layer + 1
+        everything in at once. What that leaves out comes when its own backward begins."""
+        last = self.num_layers if self.reached is None else self.reached
+        if layer >= last:  # a second backward, or one that does not go down
+            last = layer + 1
         self.reached = layer
-        due = (i for i in range(min(self.offloaded, layer + 1)) if layer <= self._reload_at(i) < last)
-        return self._keys_of(sorted(due, reverse=True))
-
-    def _release_at(self, i: int) -> int:
-        return max(i + 1, self.num_layers - self.offloaded + i) + self.in_flight
+        due = {i for i in range(min(self.offloaded, layer + 1)) if layer <= self._reload_at(i) < last}
+        if layer < self.offloaded and layer not in self.reloaded:
+            due.add(layer)
+        self.reloaded |= due
+        return sorted(due, reverse=True)
 
     def _reload_at(self, i: int) -> int:
         due = max(i, self.num_layers - 1 - self.offloaded + i) + self.in_flight
         return min(due, self.num_layers - 1)
-
-    def _keys_of(self, layers: Iterable[int]) -> Iterable[int]:
-        return [key for layer in layers for key in self.saved[layer]]

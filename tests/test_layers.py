@@ -14,19 +14,21 @@ from tests.emulator.launch import run
 
 ROOT = Path(__file__).parents[1]
 LEAVES = ("allocators", "policies")
-PRODUCT = sorted(path for folder in ("tiered_mem", *LEAVES) for path in (ROOT / folder).glob("*.py"))
+FOLDERS = ("tiered_mem", "tiered_mem/cpu_offload", *LEAVES)
+PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 DEPENDENCIES = {"torch", "numpy", "safetensors", "psutil"}
 
 # The files of tiered_mem/, from the bottom up: each may import those of the rows above its own, and the leaves.
 ORDER = [
     ["sizes", "host_limit"],
     ["errors"],
-    ["device"],
-    ["tiers"],
+    ["device", "marks", "parts", "repeated_blocks"],
+    ["tiers", "movable"],
     ["pinned", "transfer"],
     ["block"],
-    ["stats", "context"],
-    ["store"],
+    ["stats", "saved_tensor"],
+    ["store", "forward_pass"],
+    ["context", "layer_context"],
     ["manager"],
     ["__init__"],
 ]
@@ -98,6 +100,11 @@ def test_tiered_mem_imports_downwards() -> None:
             }
             assert own <= below, f"tiered_mem/{name}.py imports {own - below}, which is not below it"
         below |= {f".{name}" for name in row}
+
+
+def test_nothing_in_tiered_mem_needs_the_drop_in() -> None:
+    for path in (ROOT / "tiered_mem").glob("*.py"):
+        assert not {name for name in imports(tree_of(path)) if name.startswith((".cpu_offload", "tiered_mem."))}
 
 
 def test_every_file_of_tiered_mem_has_its_place() -> None:

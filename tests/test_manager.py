@@ -178,7 +178,7 @@ class Now:
 
 with TieringManager(policy=Now(), device="npu", host_bytes="48MiB") as manager:
     tensor = torch.randn(1 << 20).to("npu")
-    block = manager.save(tensor, graph=0, layer=0)
+    block, _ = manager.save(tensor, graph=0, layer=0)
     stats = manager.stats()
     print(stats["host.source"], stats["host.reserved.current"], block.host.tensor.is_pinned())
     manager.synchronize()

@@ -42,7 +42,7 @@ class Service:
         self.manager = TieringManager(policy=self._policy, device=device, host_bytes="256MiB")
 
     def save(self, tensor: torch.Tensor) -> Block:
-        return self.manager.save(tensor, graph=0, layer=0)
+        return self.manager.save(tensor, graph=0, layer=0)[0]
 
     def do(self, *actions: Action) -> None:
         self._policy.next = list(actions)
@@ -67,14 +67,13 @@ def make_tensor(device: str, nbytes: int = NBYTES) -> torch.Tensor:
 
 
 def interrupt_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = iter([torch.Tensor.copy_])
+    copy = torch._foreach_copy_
 
-    def copy(*args: object, **kwargs: object) -> torch.Tensor:
-        if original := next(copies, None):
-            return original(*args, **kwargs)
+    def copy_first(to: list[torch.Tensor], of: list[torch.Tensor], non_blocking: bool) -> None:
+        copy(to[:1], of[:1], non_blocking=non_blocking)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_first)
 
 
 @pytest.mark.schedules("eager", "late", why="its copies run when they like")
@@ -83,7 +82,7 @@ def test_memory_falls_on_release_while_the_copy_is_running(
 ) -> None:
     size = 5 * NBYTES
     tensor = make_tensor(device, size)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, size))
+    expected, view = tensor.cpu(), view_of(tensor, (0, 0, size), 0)
     link("100MB/s")
     before = device_module.memory_allocated()
     began = time.perf_counter()
@@ -103,7 +102,7 @@ def test_memory_falls_on_release_while_the_copy_is_running(
 
 def test_released_memory_is_not_overwritten_before_it_is_copied(device: str, service: Service, link: Link) -> None:
     tensor = make_tensor(device)
-    expected, view, address = tensor.cpu(), view_of(tensor, (0, 0, NBYTES)), tensor.data_ptr()
+    expected, view, address = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0), tensor.data_ptr()
     link(SLOW)
     block = service.save(tensor)
     del tensor
@@ -121,7 +120,7 @@ def test_a_copy_waits_for_the_work_that_makes_its_source(
     a = torch.randn(1500, 1500).to(device)
     device_module.synchronize()
     made = a @ a @ a @ a
-    view = view_of(made, (0, 0, made.nbytes))
+    view = view_of(made, (0, 0, made.nbytes), 0)
     block = service.save(made)
     service.do(Offload(block.key))
     service.do(Release(block.key))
@@ -133,7 +132,7 @@ def test_a_copy_waits_for_the_work_that_makes_its_source(
 def test_a_reload_waits_for_its_own_offload(device: str, service: Service, link: Link) -> None:
     """Nothing but this wait orders the two directions of the link."""
     tensor = make_tensor(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES))
+    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0)
     link(SLOW)
     block = service.save(tensor)
     del tensor
@@ -207,7 +206,7 @@ def test_a_reload_on_another_stream_waits_for_its_own_offload(
 ) -> None:
     """The stream that released the block has waited for the copy; this one has not."""
     tensor = make_tensor(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES))
+    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0)
     other = device_module.Stream()
     link(d2h=SLOW)
     block = service.save(tensor)
@@ -222,7 +221,7 @@ def test_a_reload_on_another_stream_waits_for_its_own_offload(
 
 def test_a_host_slot_is_not_filled_again_while_it_is_read(device: str, service: Service, link: Link) -> None:
     tensor, other = make_tensor(device), torch.zeros(NBYTES // 4).to(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES))
+    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0)
     block, next_block = service.save(tensor), service.save(other)
     del tensor
     service.do(Offload(block.key))
@@ -243,7 +242,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(
     with device_module.stream(other):
         a = torch.randn(1500, 1500).to(device)
     tensor = make_tensor(device)
-    expected, view = tensor.cpu() * 2, view_of(tensor, (0, 0, NBYTES))
+    expected, view = tensor.cpu() * 2, view_of(tensor, (0, 0, NBYTES), 0)
     block = service.save(tensor)
     del tensor
     service.do(Offload(block.key))
@@ -268,7 +267,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(
 def test_a_block_wanted_back_before_its_release_never_left(device: str, service: Service, link: Link) -> None:
     tensor = make_tensor(device)
     link(SLOW)
-    view, address = view_of(tensor, (0, 0, NBYTES)), tensor.data_ptr()
+    view, address = view_of(tensor, (0, 0, NBYTES), 0), tensor.data_ptr()
     block = service.save(tensor)
     service.do(Offload(block.key))
     service.do(Reload(block.key))
@@ -328,7 +327,7 @@ def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
     device: str, service: Service, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor, second = make_tensor(device), make_tensor(device)
-    view, expected = view_of(tensor, (0, 0, NBYTES)), [tensor.cpu(), second.cpu()]
+    view, expected = view_of(tensor, (0, 0, NBYTES), 0), [tensor.cpu(), second.cpu()]
     blocks = [service.save(tensor), service.save(second)]
     del tensor, second
     actions: dict[str, list[Action]] = {
@@ -354,7 +353,7 @@ def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
 def test_a_change_between_the_copy_and_the_release_is_refused(device: str, service: Service) -> None:
     """What reached the host may be the new contents."""
     tensor = make_tensor(device)
-    view = view_of(tensor, (0, 0, NBYTES))
+    view = view_of(tensor, (0, 0, NBYTES), 0)
     block = service.save(tensor)
     service.do(Offload(block.key))
     tensor.add_(1)
@@ -366,7 +365,7 @@ def test_a_change_between_the_copy_and_the_release_is_refused(device: str, servi
 
 def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, service: Service) -> None:
     tensor = make_tensor(device)
-    view = view_of(tensor, (0, 0, NBYTES))
+    view = view_of(tensor, (0, 0, NBYTES), 0)
     block = service.save(tensor)
     del tensor
     service.do(Offload(block.key))
@@ -380,7 +379,7 @@ def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, se
 def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
     """The same storage, saved before and after a change: the first save is refused, the second is right."""
     tensor = make_tensor(device)
-    view = view_of(tensor, (0, 0, NBYTES))
+    view = view_of(tensor, (0, 0, NBYTES), 0)
     old = service.save(tensor)
     tensor.add_(1)
     new = service.save(tensor)
@@ -412,7 +411,7 @@ def test_an_early_reload_that_finds_the_device_full_is_put_off(
     device: str, device_module: Any, service: Service
 ) -> None:
     tensor = make_tensor(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES))
+    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0)
     block = service.save(tensor)
     del tensor
     service.do(Offload(block.key))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from .marks import moves_whole
 from .tiers import DeviceSlot, HostSlot
 from .transfer import Ticket
+
+# Which storage, the first byte in it, and the number of bytes.
+Span = tuple[int, int, int]
 
 
 class Place(enum.Enum):
@@ -25,16 +30,20 @@ class Place(enum.Enum):
 class Block:
     """The bytes of one storage, or of the span of it that a small view covers.
 
-    span: which storage, first byte in it, number of bytes; it names the block while it is on the device.
+    span: names the block while it is on the device.
+    dtype: of the flat tensors over its bytes.
     ticket: the newest copy between `device` and `host`.
     unwanted: a copy to the host that may still read `device`, though nobody needs its outcome any more.
-    versions: tensors over the device bytes, each with the version at which its contents were the block's.
+    versions: the tensors that were saved, or the one that was reloaded, over the device bytes, each with the
+        version at which its contents were the block's.
     changed: the device bytes were changed in place between a save and the release.
     holders: saved tensors that still need the block.
+    offloaded, left: a copy to the host was begun, the device memory was given up, at least once.
     """
 
     key: int
-    span: tuple[int, int, int]
+    span: Span
+    dtype: torch.dtype
     device: DeviceSlot | None
     host: HostSlot | None = None
     ticket: Ticket | None = None
@@ -43,6 +52,8 @@ class Block:
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     changed: bool = False
     holders: int = 0
+    offloaded: bool = False
+    left: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -52,43 +63,55 @@ class Block:
         return not self.changed and all(tensor._version == version for tensor, version in self.versions)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """How a saved tensor lies in its block; `offset` and `stride` are in elements."""
+class View(NamedTuple):
+    """How a saved tensor lies in its block; `offset` and `stride` are in elements.
+
+    number: which of the block's saved tensors it is. origin: names it in errors.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    number: int
+    origin: str
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor over the block's bytes, given as a 1-dimensional uint8 tensor."""
-        return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        """The tensor over the block's bytes, which are given as a 1-dimensional tensor with its own storage."""
+        typed = flat if flat.dtype is self.dtype else flat.view(self.dtype)
+        return typed.as_strided(self.shape, self.stride, self.offset)
 
 
-def span_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The block that a tensor lies in: storage, first byte, number of bytes.
+def span_of(tensor: torch.Tensor) -> Span:
+    """The bytes that move with a tensor: which storage, first byte, number of bytes.
 
     It is the whole storage, shared with every other view of it, unless the tensor covers less than half of it:
     then it is what lies between its first and its last element.
     """
-    itemsize = tensor.element_size()
-    storage = tensor.untyped_storage()
+    storage, itemsize = tensor.untyped_storage(), tensor.element_size()
     whole = storage.nbytes() // itemsize * itemsize
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    if reach * itemsize * 2 < whole:
+    if tensor.is_contiguous():
+        reach = tensor.numel()
+    else:
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if reach * itemsize * 2 < whole and not moves_whole(storage):
         return storage._cdata, int(tensor.storage_offset()) * itemsize, reach * itemsize
     return storage._cdata, 0, whole
 
 
-def flat_bytes(tensor: torch.Tensor, span: tuple[int, int, int]) -> torch.Tensor:
-    """The bytes of a span of the tensor's own storage, as a 1-dimensional uint8 view of it."""
-    itemsize = tensor.element_size()
-    _, first, nbytes = span
-    return tensor.detach().as_strided((nbytes // itemsize,), (1,), first // itemsize).view(torch.uint8)
+def flat(detached: torch.Tensor, span: Span) -> torch.Tensor:
+    """The elements of a span of the tensor's own storage, as a 1-dimensional view of it."""
+    itemsize = detached.element_size()
+    return detached.as_strided((span[2] // itemsize,), (1,), span[1] // itemsize)
 
 
-def view_of(tensor: torch.Tensor, span: tuple[int, int, int]) -> View:
-    """How the tensor lies in the block of that span."""
+def view_of(tensor: torch.Tensor, span: Span, number: int) -> View:
+    """How the tensor, which is the block's saved tensor with this number, lies in the block of that span."""
     offset = int(tensor.storage_offset()) - span[1] // tensor.element_size()
-    return View(tensor.dtype, tensor.shape, tensor.stride(), offset)
+    return View(tensor.dtype, tensor.shape, tensor.stride(), offset, number, origin_of(tensor))
+
+
+def origin_of(tensor: torch.Tensor) -> str:
+    """What autograd would call the tensor in an error: "output 0 of MulBackward0"."""
+    node = tensor.grad_fn
+    return "a leaf of the graph" if node is None else f"output {tensor.output_nr} of {node.name()}"

@@ -78,6 +78,12 @@ class Device:
         return int(chosen)
 
 
+def default_device() -> str:
+    """The kind of the accelerator that torch has here, or "cpu"."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type
+
+
 # ND, NCHW, NHWC and NCDHW in torch_npu's numbering; the others are tiled.
 _NPU_PLAIN_FORMATS = frozenset({2, 0, 1, 30})
 

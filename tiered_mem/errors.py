@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .sizes import format_bytes
 
 
@@ -26,6 +28,17 @@ class TierFull(TieredMemError, MemoryError):
 
 class ChangedTensor(TieredMemError, RuntimeError):
     """A tensor was changed in place between its save in forward and its use in backward."""
+
+
+def changed_tensor(
+    dtype: object, shape: Iterable[int], origin: str, saved: int | None = None, now: int | None = None
+) -> ChangedTensor:
+    """The error for one saved tensor: what it was, and its versions where they are known."""
+    versions = "" if saved is None else f": it is at version {now}, version {saved} was saved"
+    return ChangedTensor(
+        f"a saved {dtype} tensor of shape {tuple(shape)}, {origin}, was changed in place between forward and "
+        f"backward{versions}. Change a clone of it, or change it after backward"
+    )
 
 
 class PolicyError(TieredMemError, RuntimeError):

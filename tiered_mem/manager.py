@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import cast
 
 import torch
 
 from .block import Block, View
 from .context import OffloadContext
-from .device import Device
+from .device import Device, Stream
 from .errors import Closed, PolicyError
 from .host_limit import host_limit
+from .layer_context import LayerContext, LayerSequence
+from .movable import Movable
 from .pinned import host_pool
-from .policies import Dropped, Event, Offload, Policy, Release, Reload, Saved, policy_by_name
+from .policies import Action, Dropped, Event, Offload, Policy, Release, Reload, Saved, policy_by_name
+from .repeated_blocks import repeated_blocks
 from .sizes import format_bytes, parse_bytes
 from .stats import Counters, flatten, summary
 from .store import BlockStore
@@ -32,19 +36,27 @@ class TieringManager:
     device: "npu", "cuda" or "cpu", with or without an index.
     host_bytes: the most host memory to use, an int of bytes or a string such as "64GiB". None is half of what this
         process may use: the cgroup's limit, or else the machine's RAM.
+    transfer_stream: a stream of the device for the copies in both directions. None is two streams of its own, so
+        that copies to the host and to the device run side by side.
 
-    Use it as a context manager, or call close(). Raises ValueError for arguments that cannot be right, and
-    DeviceUnavailable for a device that this machine does not have.
+    Use it as a context manager, or call close(); one that is forgotten frees its host memory when the last
+    activation in it is gone. Raises ValueError for arguments that cannot be right, and DeviceUnavailable for a
+    device that this machine does not have.
     """
 
     def __init__(
-        self, *, policy: Policy | str, device: str | torch.device = "npu", host_bytes: int | str | None = None
+        self,
+        *,
+        policy: Policy | str,
+        device: str | torch.device = "npu",
+        host_bytes: int | str | None = None,
+        transfer_stream: torch.Stream | None = None,
     ) -> None:
         self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
         capacity = _host_capacity(host_bytes)
         self.device = Device(device)
         self._host = HostTier(host_pool(self.device, capacity))
-        self._engine = TransferEngine(self.device)
+        self._engine = TransferEngine(self.device, cast(Stream | None, transfer_stream))
         self._counters = Counters()
         self._store = BlockStore(DeviceTier(self.device), self._host, self._engine, self._counters)
         self._graphs = itertools.count()
@@ -53,25 +65,46 @@ class TieringManager:
         # of the code that holds the lock, so that its block is only put on this list, for whoever has the lock.
         self._lock = threading.Lock()
         self._let_go: deque[Block] = deque()
+        weakref.finalize(self, self._host.close).atexit = False
 
     def offload_context(
-        self, layers: Iterable[torch.nn.Module], *, min_bytes: int | str = 1 << 20
+        self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str = 1 << 20
     ) -> OffloadContext:
         """A context for the forward: `with manager.offload_context(model.layers): loss = model(batch)`.
 
-        layers: the modules whose activations the policy may move, in the order of the forward. What other modules
-            save stays on the device.
+        layers: the modules whose activations the policy may move. What other modules save stays on the device,
+            except for a layer's inputs. Of a whole model its repeated blocks are taken.
         min_bytes: smaller tensors stay on the device.
+
+        Raises ValueError where the policy does not suit that many layers, or a model's layers cannot be found.
+        """
+        if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
+            modules = repeated_blocks(layers)
+        else:
+            modules = list(layers)
+        self._policy.check(len(modules))
+        movable = Movable(self.device, modules, min_bytes=parse_bytes(min_bytes))
+        return OffloadContext(self, modules, movable)
+
+    def layer_context(
+        self, num_layers: int, *, min_bytes: int | str = 1 << 20, variable_depth: bool = True
+    ) -> LayerContext:
+        """A context to be entered for each layer, where the loop over the layers is the user's own.
+
+        num_layers: how many layers one forward has. With several microbatches in flight: layers x microbatches.
+        min_bytes: smaller tensors stay on the device.
+        variable_depth: a forward may have fewer layers. Say False for a pipeline, where the first layers may be
+            through with their backward before the next ones begin.
 
         Raises ValueError where the policy does not suit that many layers.
         """
-        modules = list(layers)
-        self._policy.check(len(modules))
-        return OffloadContext(self, modules, parse_bytes(min_bytes))
+        self._policy.check(num_layers)
+        movable = Movable(self.device, (), min_bytes=parse_bytes(min_bytes))
+        return LayerContext(LayerSequence(self, movable, num_layers, variable_depth=variable_depth))
 
     def stats(self) -> dict[str, int | str]:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
-        with self._exclusive():
+        with _Exclusive(self):
             self._host.collect()
             return flatten(self._counters, self._host.pool_stats(), self._host.slots, self._store.blocks)
 
@@ -81,7 +114,7 @@ class TieringManager:
 
     def synchronize(self) -> None:
         """Waits on the host for every copy that was started, and takes back the slots they used."""
-        with self._exclusive():
+        with _Exclusive(self):
             self._engine.synchronize()
             self._host.collect()
 
@@ -90,7 +123,7 @@ class TieringManager:
 
         Activations that are still on the host are lost: a backward that needs them raises Closed.
         """
-        with self._exclusive():
+        with _Exclusive(self):
             if self._closed:
                 return
             self._closed = True
@@ -116,26 +149,45 @@ class TieringManager:
 
     def notify(self, event: Event) -> None:
         """Tells the policy and does what it answers."""
-        with self._exclusive():
-            self._decide(event)
+        with _Exclusive(self):
+            self._act(self._policy.decide(event))
 
-    def save(self, tensor: torch.Tensor, graph: int, layer: int) -> Block:
-        """Takes a tensor that a layer saves for backward. Whoever gets the block lets go of it once."""
-        with self._exclusive():
-            block = self._store.save(tensor)
+    def act(self, actions: Iterable[Action]) -> None:
+        """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""
+        with _Exclusive(self):
+            self._act(list(actions))
+
+    def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]:
+        """Takes a tensor that a layer saves for backward: its block, and how it lies there.
+
+        Whoever gets the block lets go of it once.
+        """
+        with _Exclusive(self):
+            block, view = self._store.save(tensor)
             try:
-                self._decide(Saved(graph, layer, block.key, block.nbytes))
+                self._act(self._policy.decide(Saved(graph, layer, block.key, block.nbytes)))
             except BaseException:
                 self._let_go.append(block)  # nobody will get it
                 raise
-            return block
+            return block, view
+
+    def any_alive(self, keys: Iterable[int]) -> bool:
+        """Whether any of the blocks is still needed."""
+        with _Exclusive(self):
+            return any(self._store.find(key) is not None for key in keys)
+
+    def offloaded_bytes(self, keys: Iterable[int]) -> int:
+        """The size of those of the blocks that are still needed and were offloaded, though they may be back."""
+        with _Exclusive(self):
+            blocks = (self._store.find(key) for key in set(keys))
+            return sum(block.nbytes for block in blocks if block is not None and block.offloaded)
 
     def load(self, block: Block, view: View) -> torch.Tensor:
         """The saved tensor, on the device and ready for work that is issued now on the current stream.
 
         Raises ChangedTensor, or Closed where its bytes went with the manager.
         """
-        with self._exclusive():
+        with _Exclusive(self):
             return self._store.load(block, view)
 
     def let_go(self, block: Block) -> None:
@@ -145,14 +197,6 @@ class TieringManager:
 
     # Under the lock.
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._bury_let_go()
-
     def _bury_let_go(self) -> None:
         """Whoever finds the lock free does it; who does not leaves it to the lock's holder, who comes here next."""
         while self._let_go and self._lock.acquire(blocking=False):
@@ -160,23 +204,42 @@ class TieringManager:
                 while self._let_go:
                     block = self._let_go.popleft()
                     if self._store.let_go(block):
-                        self._decide(Dropped(block.key))
+                        self._act(self._policy.decide(Dropped(block.key)))
             finally:
                 self._lock.release()
 
-    def _decide(self, event: Event) -> None:
-        for kind, alike in itertools.groupby(self._policy.decide(event), type):
-            actions = list(alike)
+    def _act(self, actions: Sequence[Action]) -> None:
+        if not actions:
+            return
+        for kind, group in itertools.groupby(actions, type):
+            alike = list(group)
             if kind not in (Offload, Release, Reload):
-                raise PolicyError(f"{type(self._policy).__name__} answered {actions[0]!r}, which is not an action")
+                raise PolicyError(f"{type(self._policy).__name__} answered {alike[0]!r}, which is not an action")
             # Advice about a block that is gone by now is passed over.
-            blocks = [block for action in actions if (block := self._store.find(action.key)) is not None]
+            blocks = [block for action in alike if (block := self._store.find(action.key)) is not None]
             if kind is Offload:
                 self._store.offload(blocks)
             elif kind is Release:
                 self._store.release(blocks)
             else:
                 self._store.reload_early(blocks)
+
+
+class _Exclusive:
+    """Inside, a manager's bookkeeping is this thread's alone. Afterwards what was let go of meanwhile is buried."""
+
+    __slots__ = ("_manager",)
+
+    def __init__(self, manager: TieringManager) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> None:
+        self._manager._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._manager._lock.release()
+        if self._manager._let_go:
+            self._manager._bury_let_go()
 
 
 def _host_capacity(host_bytes: int | str | None) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from .block import Block, Place, View, flat_bytes, span_of
-from .errors import ChangedTensor, Closed, TierFull
+from .block import Block, Place, Span, View, flat, span_of, view_of
+from .errors import Closed, TierFull, changed_tensor
+from .marks import stays
 from .stats import Counters
 from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
 from .transfer import Ticket, TransferEngine
@@ -26,7 +27,7 @@ class BlockStore:
         self._engine = engine
         self._counters = counters
         self._blocks: dict[int, Block] = {}
-        self._by_span: dict[tuple[int, int, int], Block] = {}
+        self._by_span: dict[Span, Block] = {}
         self._keys = itertools.count()
 
     @property
@@ -37,30 +38,35 @@ class BlockStore:
         """None for a block that is gone by now."""
         return self._blocks.get(key)
 
-    def save(self, tensor: torch.Tensor) -> Block:
-        """The block of the tensor's storage, held once more; a new one if none holds the same contents."""
+    def save(self, tensor: torch.Tensor) -> tuple[Block, View]:
+        """The block of the tensor's storage, held once more, and how the tensor lies in it.
+
+        It is a new block if none holds the same contents.
+        """
         span = span_of(tensor)
+        version = tensor._version
+        detached = tensor.detach()
         block = self._by_span.get(span)
-        if block is None or not block.unchanged() or block.versions[-1][1] != tensor._version:
-            block = Block(next(self._keys), span, self._device.adopt(flat_bytes(tensor, span)))
+        if block is None or block.versions[-1][1] != version or not block.unchanged():
+            block = Block(next(self._keys), span, detached.dtype, self._device.adopt(detached))
             self._blocks[block.key] = self._by_span[span] = block
         block.holders += 1
-        block.versions.append((tensor.detach(), tensor._version))
-        return block
+        block.versions.append((detached, version))
+        return block, view_of(tensor, span, len(block.versions) - 1)
 
     def load(self, block: Block, view: View) -> torch.Tensor:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
         if not block.unchanged():
-            raise ChangedTensor(
-                f"a saved tensor of shape {tuple(view.shape)} was changed in place between forward and backward"
-            )
+            raise changed_tensor(view.dtype, view.shape, view.origin)
         if block.place is Place.HOST:
             self._counters.reloads_on_demand += 1
             self.reload([block])
         if block.device is None:
             raise Closed("the manager was closed before this backward, and the activations with it")
+        if not block.left:
+            return block.versions[view.number][0]
         tensor = view.of(block.device.tensor)
-        if block.place is not Place.LEAVING and block.ticket is not None:
+        if block.ticket is not None and block.place is not Place.LEAVING:
             self._arrive(block, block.device, block.ticket, tensor)
         return tensor
 
@@ -70,13 +76,18 @@ class BlockStore:
         for block in blocks:
             if block.place is not Place.DEVICE or block.device is None or not block.unchanged():
                 continue
+            if stays(block.device.tensor.untyped_storage()) or not self._device.plain_layout(block.device.tensor):
+                continue
             try:
-                block.host = self._host.reserve(block.nbytes, before_waiting=self._counters.count_host_wait)
+                block.host = self._host.reserve(
+                    block.nbytes, block.dtype, before_waiting=self._counters.count_host_wait
+                )
             except TierFull as error:
                 self._keep(block, error)
                 continue
             block.place = Place.LEAVING
-            moves.append((block, block.device, block.host))
+            source = DeviceSlot(flat(block.device.tensor, block.span), block.device.stream)
+            moves.append((block, source, block.host))
         if not moves:
             return
         try:
@@ -90,6 +101,7 @@ class BlockStore:
             raise
         for block, _, _ in moves:
             block.ticket = ticket
+            block.offloaded = True
             self._counters.offloaded.add(block.nbytes)
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -100,6 +112,7 @@ class BlockStore:
             block.changed = not block.unchanged()
             block.ticket.hold(block.device.stream)
             block.place = Place.HOST
+            block.left = True
             self._forget_device(block)
             self._counters.released.add(block.nbytes)
 
@@ -116,12 +129,13 @@ class BlockStore:
         Raises torch.OutOfMemoryError where it has no room; what it had room for is on its way then.
         """
         moves = []
+        stream = self._device.current_stream()
         try:
             for block in blocks:
                 if block.place is Place.LEAVING:
                     self._stay(block)
                 elif block.place is Place.HOST and block.host is not None:
-                    block.device = self._device.reserve(block.nbytes)
+                    block.device = self._device.reserve(block.nbytes, block.dtype, stream)
                     block.place = Place.ARRIVING
                     moves.append((block, block.host, block.device))
         finally:
@@ -177,7 +191,7 @@ class BlockStore:
         block.place = Place.DEVICE
 
     def _arrive(self, block: Block, slot: DeviceSlot, ticket: Ticket, tensor: torch.Tensor) -> None:
-        """Makes the reader's stream wait for the reload."""
+        """Makes the reader's stream wait for the reload. Each stream that reads waits once."""
         stream = self._device.current_stream()
         ticket.hold(stream)
         block.place = Place.DEVICE

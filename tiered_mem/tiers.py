@@ -16,7 +16,7 @@ from .errors import TierFull
 
 @dataclass(slots=True, eq=False)
 class DeviceSlot:
-    """Device bytes as a 1-dimensional uint8 tensor, and the stream whose work produces and uses them."""
+    """Device bytes as a tensor, and the stream whose work produces and uses them."""
 
     tensor: torch.Tensor
     stream: Stream
@@ -24,7 +24,7 @@ class DeviceSlot:
 
 @dataclass(slots=True, eq=False)
 class HostSlot:
-    """Host bytes as a 1-dimensional uint8 tensor over a region of the pool."""
+    """Host bytes as a 1-dimensional tensor over a region of the pool."""
 
     tensor: torch.Tensor
     region: Region
@@ -45,17 +45,21 @@ class DeviceTier:
         """The stream on which the caller's thread uses the device's memory now."""
         return self._device.current_stream()
 
-    def adopt(self, flat: torch.Tensor) -> DeviceSlot:
-        """A slot over bytes that are on the device already."""
-        return DeviceSlot(flat, self._device.current_stream())
+    def plain_layout(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes are the elements and nothing else. Such memory alone can be copied as bytes."""
+        return self._device.plain_layout(tensor)
 
-    def reserve(self, nbytes: int) -> DeviceSlot:
-        """New device bytes, allocated on the stream that is current, so that they go back to its pool.
+    def adopt(self, tensor: torch.Tensor) -> DeviceSlot:
+        """A slot over a tensor that is on the device already."""
+        return DeviceSlot(tensor, self._device.current_stream())
+
+    def reserve(self, nbytes: int, dtype: torch.dtype, stream: Stream) -> DeviceSlot:
+        """New device bytes. `stream` is the current one, to whose pool they go back.
 
         Raises torch.OutOfMemoryError.
         """
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
-        return DeviceSlot(flat, self._device.current_stream())
+        flat = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=self._device.torch_device)
+        return DeviceSlot(flat, stream)
 
 
 class HostTier:
@@ -67,11 +71,11 @@ class HostTier:
 
     def __init__(self, pool: SlabPool) -> None:
         self._pool = pool
-        self._slabs: dict[int, torch.Tensor] = {}
+        self._slabs: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._returning: deque[tuple[HostSlot, Event]] = deque()
         self._slots = 0
 
-    def reserve(self, nbytes: int, *, before_waiting: Callable[[], None]) -> HostSlot:
+    def reserve(self, nbytes: int, dtype: torch.dtype, *, before_waiting: Callable[[], None]) -> HostSlot:
         """Raises TierFull where even the slots that are about to be free would not make room.
 
         before_waiting: called each time the host has to wait for a copy to end before there is room.
@@ -79,7 +83,7 @@ class HostTier:
         self.collect()
         while True:
             try:
-                return self._slot(self._pool.allocate(nbytes))
+                return self._slot(self._pool.allocate(nbytes), dtype)
             except OutOfHostMemory as error:
                 if not self._returning:
                     raise self._full(error) from error
@@ -92,7 +96,6 @@ class HostTier:
             self._free(slot)
         else:
             self._returning.append((slot, event))
-            self.collect()
 
     def collect(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
@@ -123,16 +126,16 @@ class HostTier:
         self._slots -= 1
         self._pool.deallocate(slot.region)
 
-    def _slot(self, region: Region) -> HostSlot:
+    def _slot(self, region: Region, dtype: torch.dtype) -> HostSlot:
         slab = self._pool.slab(region)
-        whole = self._slabs.get(slab.ptr)
-        if whole is None or whole.numel() < slab.nbytes:
-            # torch looks at the start of a storage to tell whether it is pinned, so that there is one per slab.
-            whole = bytes_of(slab)
-            self._slabs[slab.ptr] = whole
+        whole = self._slabs.get((slab.ptr, dtype))
+        if whole is None or whole.nbytes < slab.nbytes // dtype.itemsize * dtype.itemsize:
+            # torch looks at the start of a storage to tell whether it is pinned, so there is one for each slab.
+            whole = bytes_of(slab)[: slab.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            self._slabs[slab.ptr, dtype] = whole
         self._slots += 1
-        start = region.ptr - slab.ptr
-        return HostSlot(whole[start : start + region.nbytes], region)
+        start = (region.ptr - slab.ptr) // dtype.itemsize
+        return HostSlot(whole[start : start + region.nbytes // dtype.itemsize], region)
 
     def _full(self, error: OutOfHostMemory) -> TierFull:
         limit = error.used if error.limit is None else error.limit

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contracts import check_policy, policy_histories
+from tests.policies.events import backward, begin_backward, forward, layer_forward, tell
 from tiered_mem.policies import (
     Action,
     Dropped,
@@ -26,35 +27,6 @@ from tiered_mem.policies import (
 
 Schedule = dict[int | str, list[int]]
 GRAPH = 0
-
-
-def layer_forward(graph: int, layer: int, *keys: int) -> list[Event]:
-    """A layer that saves `keys`."""
-    saves = [Saved(graph, layer, key, nbytes=1) for key in keys]
-    return [LayerBegin(graph, layer), *saves, LayerEnd(graph, layer)]
-
-
-def forward(graph: int, num_layers: int, first_key: int = 0) -> list[Event]:
-    """Layer i saves one block, `first_key` + i."""
-    layers = [event for i in range(num_layers) for event in layer_forward(graph, i, first_key + i)]
-    return [ForwardBegin(graph, num_layers), *layers, ForwardEnd(graph)]
-
-
-def backward(graph: int, num_layers: int, first_key: int = 0) -> list[Event]:
-    """Each layer's block is dropped when its backward ends."""
-    return [
-        event
-        for i in reversed(range(num_layers))
-        for event in (LayerBegin(graph, i, backward=True), Dropped(first_key + i))
-    ]
-
-
-def tell(policy: Policy, events: Iterable[Event]) -> list[Action]:
-    return [action for event in events for action in policy.decide(event)]
-
-
-def begin_backward(policy: Policy, graph: int, layer: int) -> list[Action]:
-    return list(policy.decide(LayerBegin(graph, layer, backward=True)))
 
 
 def schedule(policy: Policy, num_layers: int) -> tuple[Schedule, Schedule]:
@@ -292,6 +264,107 @@ def test_skipped_layers_are_released_by_the_end_of_the_forward() -> None:
     assert set(tell(policy, [ForwardEnd(GRAPH)])) >= {Release(0), Release(2)}
     assert begin_backward(policy, GRAPH, 4) == [Reload(2)]
     assert begin_backward(policy, GRAPH, 2) == [Reload(1), Reload(0)]
+
+
+@pytest.mark.parametrize("later", [LayerBegin(GRAPH, 1), LayerEnd(GRAPH, 1)])
+def test_a_block_saved_after_its_layers_end_leaves_at_the_next_event(later: Event) -> None:
+    policy = LayerOrderPolicy(1)
+    tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 10)])
+    assert tell(policy, [Saved(GRAPH, 0, 11, nbytes=1)]) == []
+    assert tell(policy, [later]) == [Offload(11)]
+    assert tell(policy, [LayerEnd(GRAPH, 1), LayerBegin(GRAPH, 2)]) == [Release(10), Release(11)]
+
+
+@pytest.mark.parametrize("later", [LayerBegin(GRAPH, 1), ForwardEnd(GRAPH)])
+def test_a_block_saved_after_its_layers_end_is_offloaded_before_it_is_released(later: Event) -> None:
+    policy = LayerOrderPolicy(2)
+    tell(policy, [ForwardBegin(GRAPH, 2), *layer_forward(GRAPH, 0, 10), Saved(GRAPH, 0, 11, nbytes=1)])
+    assert tell(policy, [later]) == [Offload(11), Release(10), Release(11)]
+
+
+def test_a_block_that_a_later_layer_has_does_not_go_back_to_an_earlier_one() -> None:
+    policy = LayerOrderPolicy(2)
+    tell(policy, [ForwardBegin(GRAPH, 4), *layer_forward(GRAPH, 0, 10), *layer_forward(GRAPH, 1, 99)])
+    tell(policy, [Saved(GRAPH, 0, 99, nbytes=1)])
+    assert tell(policy, [LayerBegin(GRAPH, 2)]) == [Release(10)]
+    assert tell(policy, [LayerBegin(GRAPH, 3)]) == [Release(99)]
+
+
+def test_a_block_of_a_kept_layer_that_is_saved_after_its_end_stays() -> None:
+    policy = LayerOrderPolicy(1)
+    tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0), *layer_forward(GRAPH, 1, 11)])
+    assert tell(policy, [Saved(GRAPH, 1, 12, nbytes=1), LayerBegin(GRAPH, 2), ForwardEnd(GRAPH)]) == []
+
+
+@pytest.mark.parametrize("told", [0, 1, 3])
+def test_with_all_layers_offloaded_those_beyond_the_told_number_are_too(told: int) -> None:
+    policy = LayerOrderPolicy()
+    run = [ForwardBegin(GRAPH, told), *forward(GRAPH, 5)[1:]]
+    assert [action for action in tell(policy, run) if isinstance(action, Offload)] == [*map(Offload, range(5))]
+    assert [begin_backward(policy, GRAPH, i) for i in (4, 3, 2, 1, 0)] == [[Reload(i)] for i in (4, 3, 2, 1, 0)]
+
+
+def test_of_more_layers_than_told_only_the_first_are_offloaded_and_return_by_the_true_number() -> None:
+    policy = LayerOrderPolicy(2)
+    tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 0)])
+    released = [tell(policy, layer_forward(GRAPH, i, i)) for i in (1, 2, 3, 4)]
+    assert released == [[Release(0), Offload(1)], [Release(1)], [], []]
+    tell(policy, [ForwardEnd(GRAPH)])
+    assert [begin_backward(policy, GRAPH, i) for i in (4, 3, 2, 1, 0)] == [[], [Reload(1)], [Reload(0)], [], []]
+
+
+def test_layers_in_flight_are_released_by_layers_beyond_the_told_number() -> None:
+    policy = LayerOrderPolicy(2, in_flight=1)
+    tell(policy, [ForwardBegin(GRAPH, 3), *(e for i in range(3) for e in layer_forward(GRAPH, i, i))])
+    assert tell(policy, [LayerBegin(GRAPH, 3)]) == [Release(1)]
+
+
+def test_a_forward_that_stops_before_the_last_layer_releases_at_its_end() -> None:
+    policy = LayerOrderPolicy(3)
+    tell(policy, [ForwardBegin(GRAPH, 6), *forward(GRAPH, 4)[1:-1]])
+    assert tell(policy, [ForwardEnd(GRAPH)]) == [Release(0), Release(1), Release(2)]
+    assert [begin_backward(policy, GRAPH, i) for i in (3, 2, 1, 0)] == [[Reload(2), Reload(1)], [Reload(0)], [], []]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_in_any_order_of_backwards_no_layer_is_fetched_on_demand(data: st.DataObject) -> None:
+    """Backwards come between forwards too, and may be told several times."""
+    told = data.draw(st.integers(0, 6), "told")
+    k = data.draw(st.none() | st.integers(0, told), "k")
+    policy = LayerOrderPolicy(k, in_flight=data.draw(st.integers(0, 2), "in_flight"))
+    policy.decide(ForwardBegin(GRAPH, told))
+    resident: set[int] = set()
+    waiting: list[int] = []
+    layers = iter(range(data.draw(st.integers(1, 8), "layers")))
+    while True:
+        if waiting and data.draw(st.booleans(), "backward"):
+            layer = data.draw(st.sampled_from(waiting), "layer")
+            update(resident, begin_backward(policy, GRAPH, layer))
+            assert layer in resident
+            if data.draw(st.booleans(), "over"):
+                waiting.remove(layer)
+        elif (layer := next(layers, -1)) >= 0:
+            for event in layer_forward(GRAPH, layer, layer):
+                update(resident, policy.decide(event))
+                if isinstance(event, Saved):
+                    resident.add(layer)
+            waiting.append(layer)
+        else:
+            break
+    update(resident, policy.decide(ForwardEnd(GRAPH)))
+    for layer in data.draw(st.permutations(waiting), "rest"):
+        update(resident, begin_backward(policy, GRAPH, layer))
+        assert layer in resident
+
+
+def update(resident: set[int], actions: Iterable[Action]) -> None:
+    for action in actions:
+        match action:
+            case Release(key):
+                resident.discard(key)
+            case Reload(key):
+                resident.add(key)
 
 
 def test_a_forward_that_ended_by_an_exception_releases_what_was_offloaded() -> None:

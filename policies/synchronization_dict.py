@@ -1,0 +1,150 @@
+"""Each layer is released and reloaded when the user's schedule says, as a pipeline of microbatches needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .base import (
+    Action,
+    Dropped,
+    Event,
+    ForwardBegin,
+    ForwardEnd,
+    LayerBegin,
+    LayerEnd,
+    Offload,
+    Release,
+    Reload,
+    Saved,
+)
+from .moments import Moment, Order, Stay, check_together, parse_order
+from .saved_by_layer import SavedByLayer
+
+
+class SynchronizationDictPolicy:
+    """Offloads the layers that are keys of `schedule`, each at its own two moments.
+
+    Layers are numbered by the order in which their forwards begin. A layer's copy to the host begins when its
+    forward ends. At one moment, releases come before reloads.
+
+    schedule: layer -> (offload_fwd, offload_num, reload_fwd, reload_num). The layer's device memory is released
+        when layer `offload_num` begins its forward (offload_fwd is True) or its backward (False); its reload starts
+        when layer `reload_num` begins its forward or its backward. A reload at the layer's own backward overlaps
+        with nothing.
+    order: all forwards and backwards of a step, such as ["F0", "F1", "B1", "B0"]. With it the schedule is checked
+        exactly; without it, an entry that is wrong only for some orders of the backwards is accepted.
+
+    A layer that is not back when its own backward begins is reloaded then.
+
+    Raises ValueError for an entry of another form; for one that releases a layer before its forward is over,
+    reloads it before it is released, or needs it before it is reloaded; and for entries that fit no common order.
+    """
+
+    def __init__(
+        self, schedule: Mapping[int, tuple[bool, int, bool, int]], *, order: Sequence[str] | None = None
+    ) -> None:
+        self._stays = {layer: _stay(layer, entry) for layer, entry in schedule.items()}
+        moments = None if order is None else parse_order(order)
+        self._ordered_layers = None if moments is None else len(moments) // 2
+        if self._ordered_layers is not None:
+            self._check_layers_exist("order", self._ordered_layers)
+        known = Order(moments)
+        for stay in self._stays.values():
+            stay.check(known)
+        check_together(self._stays.values())
+
+        self._released_at = _by_moment((self._stays[i].release, i) for i in sorted(self._stays))
+        self._reloaded_at = _by_moment((self._stays[i].reload, i) for i in known.by_backward(self._stays))
+        self._saved: SavedByLayer[_Progress] = SavedByLayer()
+
+    def check(self, num_layers: int) -> None:
+        if self._ordered_layers not in (None, num_layers):
+            raise ValueError(f"order has {self._ordered_layers} layers, but the model has {num_layers}")
+        self._check_layers_exist("the model", num_layers)
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        saved = self._saved
+        match event:
+            case Saved(graph, layer, key):
+                saved.save(graph, layer, key)
+            case Dropped(key):
+                saved.drop(key)
+            case LayerBegin(graph, layer, backward):
+                if graph in saved:
+                    return self._at(Moment(layer, backward), graph, saved.plan(graph))
+            case LayerEnd(graph, layer):
+                saved.end_layer(graph, layer)
+                return self._offload(graph, saved.plan(graph))
+            case ForwardBegin(graph):
+                saved.begin(graph, _Progress())
+            case ForwardEnd(graph):
+                actions = self._offload(graph, saved.plan(graph))
+                saved.end_forward(graph)
+                return actions
+        return ()
+
+    def _at(self, moment: Moment, graph: int, progress: _Progress) -> list[Action]:
+        reloaded = [i for i in self._reloaded_at.get(moment, ()) if i not in progress.reloaded]
+        late = moment.backward and moment.layer in self._stays and moment.layer not in progress.reloaded
+        if late and moment.layer not in reloaded:
+            reloaded.append(moment.layer)
+        progress.reloaded.update(reloaded)
+        actions = self._offload(graph, progress)
+        past = progress.released | progress.reloaded
+        released = [i for i in self._released_at.get(moment, ()) if i not in past]
+        progress.released.update(released)
+        actions += [Release(key) for key in self._saved.keys(graph, released)]
+        return actions + [Reload(key) for key in self._saved.keys(graph, reloaded)]
+
+    def _offload(self, graph: int, progress: _Progress) -> list[Action]:
+        """What ended layers saved leaves; where the moment of its release is past, at once."""
+        leaving = [
+            (key, layer)
+            for key, layer in self._saved.take_leaving(graph)
+            if layer in self._stays and layer not in progress.reloaded
+        ]
+        offloads = [Offload(key) for key, _ in leaving]
+        return [*offloads, *(Release(key) for key, layer in leaving if layer in progress.released)]
+
+    def _check_layers_exist(self, owner: str, num_layers: int) -> None:
+        has = f"{owner} has {num_layers} layers, counted from 0"
+        for layer, stay in self._stays.items():
+            if layer >= num_layers:
+                raise ValueError(f"layer {layer} has an entry, but {has}")
+            if stay.release.layer >= num_layers:
+                raise ValueError(f"layer {layer} is never released: it waits until {stay.release}, but {has}")
+            if stay.reload.layer >= num_layers:
+                raise ValueError(f"layer {layer} is never reloaded: it waits until {stay.reload}, but {has}")
+
+
+@dataclass
+class _Progress:
+    """The layers of one graph whose release or reload is past. A moment that comes again changes nothing."""
+
+    released: set[int] = field(default_factory=set)
+    reloaded: set[int] = field(default_factory=set)
+
+
+def _by_moment(pairs: Iterable[tuple[Moment, int]]) -> dict[Moment, list[int]]:
+    layers: dict[Moment, list[int]] = {}
+    for moment, layer in pairs:
+        layers.setdefault(moment, []).append(layer)
+    return layers
+
+
+def _stay(layer: int, entry: tuple[bool, int, bool, int]) -> Stay:
+    if not _is_number(layer):
+        raise ValueError(f"{layer!r} is a key of the schedule; layers are numbers from 0")
+    match entry:
+        case (bool(), release, bool(), reload) if _is_number(release) and _is_number(reload):
+            # True stands for forward there, and for backward in a moment.
+            return Stay(layer, Moment(release, not entry[0]), Moment(reload, not entry[2]))
+    raise ValueError(
+        f"the entry of layer {layer} must be (offload_fwd, offload_num, reload_fwd, reload_num) with True or False "
+        f"and layer numbers from 0, not {entry!r}"
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,46 @@
+"""Runs of a model as a policy is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tiered_mem.policies import (
+    Action,
+    Dropped,
+    Event,
+    ForwardBegin,
+    ForwardEnd,
+    LayerBegin,
+    LayerEnd,
+    Policy,
+    Saved,
+)
+
+
+def layer_forward(graph: int, layer: int, *keys: int) -> list[Event]:
+    """A layer that saves `keys`."""
+    saves = [Saved(graph, layer, key, nbytes=1) for key in keys]
+    return [LayerBegin(graph, layer), *saves, LayerEnd(graph, layer)]
+
+
+def forward(graph: int, num_layers: int, first_key: int = 0) -> list[Event]:
+    """Layer i saves one block, `first_key` + i."""
+    layers = [event for i in range(num_layers) for event in layer_forward(graph, i, first_key + i)]
+    return [ForwardBegin(graph, num_layers), *layers, ForwardEnd(graph)]
+
+
+def backward(graph: int, num_layers: int, first_key: int = 0) -> list[Event]:
+    """Each layer's block is dropped when its backward ends."""
+    return [
+        event
+        for i in reversed(range(num_layers))
+        for event in (LayerBegin(graph, i, backward=True), Dropped(first_key + i))
+    ]
+
+
+def tell(policy: Policy, events: Iterable[Event]) -> list[Action]:
+    return [action for event in events for action in policy.decide(event)]
+
+
+def begin_backward(policy: Policy, graph: int, layer: int) -> list[Action]:
+    return list(policy.decide(LayerBegin(graph, layer, backward=True)))

@@ -1,0 +1,177 @@
+"""The tensors of one layer, pushed and popped by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..device import default_device
+from ..forward_pass import ForwardPass
+from ..manager import TieringManager
+from ..movable import Movable
+from ..parts import take_apart
+from ..policies import ManualPolicy, Offload, Release, Reload
+from ..saved_tensor import SavedTensor
+
+# What a push returns: a number; the tensor itself, if it stays; of a tensor made of parts, what each part's push
+# returned, and what makes it of them again.
+Pushed = int | torch.Tensor | tuple[list[Any], list[Any]]
+
+# Transformer Engine's threshold.
+MIN_ELEMENTS = 256 * 1024
+
+
+class OffloadableLayerState:
+    """Offloads and reloads what is pushed, one step after the other, as often as one likes:
+
+        push_tensor, start_offload, release_activation_forward_gpu_memory, start_reload, pop_tensor,
+        release_all_memory
+
+    A step out of order is a RuntimeError.
+
+    offload_stream: for the copies in both directions; its device is the tensors'.
+    retain_pinned_cpu_buffers: host memory is kept in a pool and used again in any case.
+    host_bytes: as for TieringManager.
+    """
+
+    def __init__(
+        self,
+        offload_stream: torch.Stream | None = None,
+        retain_pinned_cpu_buffers: bool = False,
+        *,
+        host_bytes: int | str | None = None,
+    ) -> None:
+        self.manager = TieringManager(
+            policy=ManualPolicy(),
+            device=device_of(offload_stream),
+            host_bytes=host_bytes,
+            transfer_stream=offload_stream,
+        )
+        self._movable = Movable(self.manager.device, (), min_elements=MIN_ELEMENTS)
+        self._tensors = PushedTensors()
+        self._moves = LayerMoves(self.manager)
+        self._forward: ForwardPass | None = None
+
+    @property
+    def state(self) -> str:
+        """not_offloaded, offload_started, offload_finished or reload_started."""
+        return self._moves.state
+
+    def push_tensor(self, tensor: torch.Tensor) -> Pushed:
+        """Takes a tensor over. It stays usable."""
+        self._moves.require("push_tensor", "not_offloaded")
+        if self._forward is None:
+            self._forward = ForwardPass(self.manager, self._movable, 1)
+            self._forward.begin_layer()
+        return self._tensors.push(self._forward, 0, tensor)
+
+    def start_offload(self) -> None:
+        """Starts to copy to the host what was pushed."""
+        self._moves.start_offload(self._keys())
+
+    def release_activation_forward_gpu_memory(self) -> None:
+        """Gives up the device memory; what is issued on the current stream from now on comes after the copies."""
+        self._moves.release(self._keys())
+
+    def start_reload(self) -> None:
+        """Starts to copy back to the device."""
+        self._moves.start_reload(self._keys())
+
+    def pop_tensor(self, pushed: Pushed) -> torch.Tensor:
+        """The tensor, ready for what is issued on the current stream from now on. It can be popped again."""
+        self._moves.require("pop_tensor", "not_offloaded", "reload_started")
+        return self._tensors.pop(pushed)
+
+    def release_all_memory(self) -> None:
+        """Lets go of all that was pushed, in any state."""
+        self._tensors.drop_all()
+        if self._forward is not None:
+            self._forward.end()
+        self._forward = None
+        self._moves = LayerMoves(self.manager)
+
+    def get_offloaded_total_size_mb(self) -> float:
+        """The size in MiB of what was offloaded and not let go of since; it may be back on the device."""
+        return self.manager.offloaded_bytes(self._keys()) / (1 << 20)
+
+    def _keys(self) -> list[int]:
+        return self._forward.keys[0] if self._forward is not None else []
+
+
+class LayerMoves:
+    """The steps of a layer's memory: each comes after the one before it."""
+
+    def __init__(self, manager: TieringManager) -> None:
+        self._manager = manager
+        self.state = "not_offloaded"
+
+    def start_offload(self, keys: Iterable[int]) -> None:
+        self.require("start_offload", "not_offloaded")
+        self._manager.act(Offload(key) for key in keys)
+        self.state = "offload_started"
+
+    def release(self, keys: Iterable[int]) -> None:
+        self.require("release_activation_forward_gpu_memory", "offload_started")
+        self._manager.act(Release(key) for key in keys)
+        self.state = "offload_finished"
+
+    def start_reload(self, keys: Iterable[int]) -> None:
+        self.require("start_reload", "offload_finished")
+        self._manager.act(Reload(key) for key in keys)
+        self.state = "reload_started"
+
+    def require(self, step: str, *states: str) -> None:
+        """Raises RuntimeError in any other state."""
+        if self.state not in states:
+            raise RuntimeError(f"Invalid state: {self.state} for {step}, must be one of {list(states)}")
+
+
+class PushedTensors:
+    """Saved tensors under numbers, which are never used twice."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._saved: dict[int, dict[int, SavedTensor]] = {}
+
+    def push(self, forward: ForwardPass, layer: int, tensor: torch.Tensor) -> Pushed:
+        """Saves a tensor for a layer that has begun."""
+        if not isinstance(tensor, torch.nn.Parameter) and type(tensor) is not torch.Tensor:
+            taken_apart = take_apart(tensor) if forward.movable.large(tensor) else None
+            if taken_apart is not None:
+                parts, rebuild = taken_apart
+                return [None if part is None else self.push(forward, layer, part) for part in parts], [rebuild]
+        saved = forward.pack(tensor)
+        if not isinstance(saved, SavedTensor) or not saved.moves:
+            return tensor
+        number = next(self._numbers)
+        self._saved.setdefault(layer, {})[number] = saved
+        return number
+
+    def pop(self, pushed: Pushed) -> torch.Tensor:
+        """Raises RuntimeError for a number that was dropped."""
+        if isinstance(pushed, torch.Tensor):
+            return pushed
+        if isinstance(pushed, tuple):
+            parts, (rebuild,) = pushed
+            whole: torch.Tensor = rebuild([None if part is None else self.pop(part) for part in parts])
+            return whole
+        for saved in self._saved.values():
+            if pushed in saved:
+                return saved[pushed].load()
+        raise RuntimeError(
+            f"tensor {pushed} is not held any more: its layer was released, or it was never pushed here"
+        )
+
+    def drop(self, layer: int) -> None:
+        self._saved.pop(layer, None)
+
+    def drop_all(self) -> None:
+        self._saved.clear()
+
+
+def device_of(stream: torch.Stream | None) -> str:
+    """The device of a stream, or the accelerator that is current."""
+    return default_device() if stream is None else str(stream.device)

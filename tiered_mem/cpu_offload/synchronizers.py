@@ -1,0 +1,196 @@
+"""Who says when the layers of a model move: a default schedule, a dictionary, or the user by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..layer_context import LayerSequence
+from ..manager import TieringManager
+from ..movable import Movable
+from ..policies import LayerOrderPolicy, ManualPolicy, Policy, SynchronizationDictPolicy
+from .layer_state import MIN_ELEMENTS, LayerMoves, Pushed, PushedTensors, device_of
+
+
+class OffloadSynchronizer:
+    """Numbers the layers, and tells a policy of them.
+
+    num_layers: of one iteration; with several microbatches in flight, layers x microbatches. The layers are
+        numbered in the order in which they begin, and after the last one the next is 0 again.
+    policy: what decides.
+    retain_pinned_cpu_buffers: host memory is kept in a pool and used again in any case.
+    offload_stream: for the copies in both directions, in place of a stream for each.
+    device, host_bytes: as for TieringManager; the device is the current accelerator by default.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: torch.Stream | None = None,
+        *,
+        policy: Policy,
+        variable_depth: bool = False,
+        device: str | torch.device | None = None,
+        host_bytes: int | str | None = None,
+    ) -> None:
+        if num_layers < 1:
+            raise ValueError(f"a model has at least one layer, not {num_layers}")
+        policy.check(num_layers)
+        self.num_layers = num_layers
+        self.manager = TieringManager(
+            policy=policy,
+            device=device_of(offload_stream) if device is None else device,
+            host_bytes=host_bytes,
+            transfer_stream=offload_stream,
+        )
+        movable = Movable(self.manager.device, (), min_elements=MIN_ELEMENTS)
+        self.sequence = LayerSequence(self.manager, movable, num_layers, variable_depth=variable_depth)
+        self._tensors = PushedTensors()
+        self._graph: int | None = None
+        self._backward_of: int | None = None
+
+    def fwd_step(self) -> int:
+        """A layer's forward begins. Returns its number. With a new iteration all that was pushed is let go of."""
+        self.sequence.end()
+        layer = self.sequence.begin()
+        if self.sequence.forward.graph != self._graph:
+            self._graph = self.sequence.forward.graph
+            self._tensors.drop_all()
+        return layer
+
+    def bwd_step(self, layer_num: int) -> None:
+        """A layer's backward begins. What was pushed by the one before is let go of."""
+        self.finish_part_of_bwd()
+        self.sequence.end()
+        self._backward_of = layer_num
+        self.sequence.forward.begin_backward(layer_num)
+
+    def finish_part_of_bwd(self) -> None:
+        """A backward is through: lets go of what the layer that it reached last had pushed."""
+        if self._backward_of is not None:
+            self._tensors.drop(self._backward_of)
+        self._backward_of = None
+
+    def push_tensor(self, tensor: torch.Tensor) -> Pushed:
+        """Saves a tensor for the layer whose forward runs. RuntimeError before the first fwd_step."""
+        layer = self.sequence.layer
+        if layer is None:
+            raise RuntimeError("no layer's forward runs: call fwd_step first")
+        return self._tensors.push(self.sequence.forward, layer, tensor) if self._offloads(layer) else tensor
+
+    def pop_tensor(self, pushed: Pushed) -> torch.Tensor:
+        """The tensor that was pushed, whatever layer is current. RuntimeError if its layer was let go of."""
+        return self._tensors.pop(pushed)
+
+    def get_offloaded_total_size_mb(self) -> float:
+        """The size in MiB of what this iteration has offloaded and still needs; it may be back on the device."""
+        return self.manager.offloaded_bytes(self.sequence.keys()) / (1 << 20)
+
+    def _offloads(self, layer: int) -> bool:
+        """Whether what the layer pushes is to be taken over at all."""
+        return True
+
+
+class DefaultOffloadSynchronizer(OffloadSynchronizer):
+    """The first `num_offloaded_layers` move, on Transformer Engine's schedule: see LayerOrderPolicy."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_offloaded_layers: int,
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: torch.Stream | None = None,
+        *,
+        device: str | torch.device | None = None,
+        host_bytes: int | str | None = None,
+    ) -> None:
+        super().__init__(
+            num_layers,
+            retain_pinned_cpu_buffers,
+            offload_stream,
+            policy=LayerOrderPolicy(num_offloaded_layers),
+            variable_depth=True,
+            device=device,
+            host_bytes=host_bytes,
+        )
+        self._num_offloaded_layers = num_offloaded_layers
+
+    def _offloads(self, layer: int) -> bool:
+        return layer < self._num_offloaded_layers
+
+
+class SynchronizationDictSynchronizer(OffloadSynchronizer):
+    """The layers in a dictionary move, when it says: see SynchronizationDictPolicy."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        synchronization_dict: Mapping[int, tuple[bool, int, bool, int]],
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: torch.Stream | None = None,
+        *,
+        device: str | torch.device | None = None,
+        host_bytes: int | str | None = None,
+    ) -> None:
+        super().__init__(
+            num_layers,
+            retain_pinned_cpu_buffers,
+            offload_stream,
+            policy=SynchronizationDictPolicy(synchronization_dict),
+            device=device,
+            host_bytes=host_bytes,
+        )
+        self._offloaded = frozenset(synchronization_dict)
+
+    def _offloads(self, layer: int) -> bool:
+        return layer in self._offloaded
+
+
+class ManualOffloadSynchronizer(OffloadSynchronizer):
+    """A layer moves when the user says so, by its number. One that is never named stays on the device.
+
+    A step out of order is a RuntimeError, and so is a layer that this iteration has not begun. Backward needs no
+    step: what was not reloaded by then is fetched.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: torch.Stream | None = None,
+        *,
+        device: str | torch.device | None = None,
+        host_bytes: int | str | None = None,
+    ) -> None:
+        super().__init__(
+            num_layers,
+            retain_pinned_cpu_buffers,
+            offload_stream,
+            policy=ManualPolicy(),
+            device=device,
+            host_bytes=host_bytes,
+        )
+        self._moves: dict[tuple[int, int], LayerMoves] = {}
+
+    def start_offload_layer(self, layer_id: int) -> None:
+        """Starts to copy the layer's tensors to the host."""
+        self._moves_of(layer_id).start_offload(self.sequence.forward.keys[layer_id])
+
+    def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
+        """Gives up their device memory; what is issued on the current stream from now on comes after the copies."""
+        self._moves_of(layer_id).release(self.sequence.forward.keys[layer_id])
+
+    def start_reload_layer(self, layer_id: int) -> None:
+        """Starts to copy them back to the device."""
+        self._moves_of(layer_id).start_reload(self.sequence.forward.keys[layer_id])
+
+    def _moves_of(self, layer: int) -> LayerMoves:
+        forward = self.sequence.forward
+        if not 0 <= layer < forward.layers:
+            raise RuntimeError(
+                f"layer {layer} has not begun: this iteration has begun {forward.layers} of {self.num_layers}"
+            )
+        self._moves = {key: moves for key, moves in self._moves.items() if key[0] == forward.graph}
+        return self._moves.setdefault((forward.graph, layer), LayerMoves(self.manager))

@@ -1,0 +1,137 @@
+"""One pass through a forward: what its layers save, and what backward asks for of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from .movable import Movable
+from .parts import take_apart
+from .policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
+from .saved_tensor import SavedParts, SavedTensor
+
+if TYPE_CHECKING:
+    from .manager import TieringManager
+
+
+class ForwardPass:
+    """Autograd's saved tensors on one side, the manager on the other.
+
+    Layers are numbered in the order in which they begin. Autograd keeps this object, by its hooks, for as long as
+    the graph lives; what is handed out here is self-contained, so that graphs may be in flight together.
+
+    num_layers: how many layers the forward is expected to have, for the policy.
+    """
+
+    def __init__(self, manager: TieringManager, movable: Movable, num_layers: int) -> None:
+        self._manager = manager
+        self._movable = movable
+        self._weights = movable.weights()
+        self._layer: int | None = None
+        self._inputs: dict[int, int] = {}
+        self._strays: dict[int, list[weakref.ref[SavedTensor]]] = {}
+        self._backward_of: int | None = None
+        self.keys: list[list[int]] = []
+        self.graph = manager.new_graph()
+        manager.notify(ForwardBegin(self.graph, num_layers))
+
+    @property
+    def movable(self) -> Movable:
+        """What judges its tensors."""
+        return self._movable
+
+    @property
+    def layers(self) -> int:
+        """How many have begun so far."""
+        return len(self.keys)
+
+    def hooks(self) -> saved_tensors_hooks:
+        """What is saved inside is this pass's."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def begin_layer(self, inputs: Iterable[object] = ()) -> int:
+        """The next layer begins, and has its number. What it saves from now on is its own.
+
+        inputs: what it is called with. They are its own too, even where a checkpoint around it saves them.
+        """
+        layer = self._layer = len(self.keys)
+        self.keys.append([])
+        self._manager.notify(LayerBegin(self.graph, layer))
+        self._inputs = {tensor.untyped_storage()._cdata: layer for tensor in inputs if type(tensor) is torch.Tensor}
+        if self._strays:
+            self._claim_strays(layer)
+        return layer
+
+    def resume_layer(self, layer: int | None) -> None:
+        """A layer that was begun goes on, after one that lies inside it; None is outside of them all."""
+        self._layer = layer
+
+    def end_layer(self, layer: int) -> None:
+        self._layer = None
+        self._manager.notify(LayerEnd(self.graph, layer))
+
+    def begin_backward(self, layer: int) -> None:
+        """The layer's backward begins. The first tensor that it asks for tells as much."""
+        if layer != self._backward_of:
+            self._backward_of = layer
+            self._manager.notify(LayerBegin(self.graph, layer, backward=True))
+
+    def end(self) -> None:
+        """No more is saved. What was saved stays until autograd lets go of it."""
+        self._layer = None
+        self._inputs = {}
+        self._strays = {}
+        self._weights = frozenset()
+        self._manager.notify(ForwardEnd(self.graph))
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedParts:
+        """What autograd keeps of a tensor that is saved."""
+        if type(tensor) is torch.Tensor:
+            if self._movable.large(tensor):
+                return self._pack_large(tensor)
+        elif not isinstance(tensor, torch.nn.Parameter) and self._movable.large(tensor):
+            taken_apart = take_apart(tensor)
+            if taken_apart is not None:
+                parts, rebuild = taken_apart
+                saved = [None if part is None else self.pack(part) for part in parts]
+                return SavedParts(saved, rebuild, self._layer)
+        return SavedTensor(tensor, self._layer)
+
+    def unpack(self, saved: SavedTensor | SavedParts) -> torch.Tensor:
+        """The tensor as it was saved, ready for the work that comes next on the current stream."""
+        if saved.layer is not None and saved.layer != self._backward_of:
+            self.begin_backward(saved.layer)
+        return saved.load()
+
+    def _pack_large(self, tensor: torch.Tensor) -> SavedTensor:
+        storage = tensor.untyped_storage()
+        layer = self._layer
+        if not self._movable.moves(tensor, storage, self._weights):
+            return SavedTensor(tensor, layer)
+        if layer is None:
+            layer = self._inputs.get(storage._cdata)
+        if layer is None:
+            saved = SavedTensor(tensor, None)
+            self._strays.setdefault(storage._cdata, []).append(weakref.ref(saved))
+            return saved
+        block, view = self._manager.save(tensor, self.graph, layer)
+        self.keys[layer].append(block.key)
+        return SavedTensor.in_block(self._manager, block, view, layer)
+
+    def _claim_strays(self, layer: int) -> None:
+        for storage in self._inputs.keys() & self._strays.keys():
+            for stray in self._strays.pop(storage):
+                saved = stray()
+                block = None if saved is None else saved.move_into_block(self._manager, self.graph, layer)
+                if block is not None:
+                    self.keys[layer].append(block.key)
+
+
+def is_packing() -> bool:
+    """Whether what this thread saves now goes to a ForwardPass. Autograd knows: the innermost hooks win."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), ForwardPass)

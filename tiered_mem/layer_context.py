@@ -1,0 +1,138 @@
+"""The offload context for loops that run the layers themselves: entered once for each layer."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from .forward_pass import ForwardPass
+from .movable import Movable
+
+if TYPE_CHECKING:
+    from .manager import TieringManager
+
+
+class LayerContext(contextlib.ContextDecorator):
+    """Entered once for each layer, in Transformer Engine's manner:
+
+        for layer in layers:
+            with offload:
+                x = layer(x)
+            x = offload.sync(x)
+
+    Entering it while gradients are off does nothing and counts nothing. Made by TieringManager.layer_context().
+    """
+
+    def __init__(self, sequence: LayerSequence) -> None:
+        self._sequence = sequence
+        self._entered: contextlib.ExitStack | None = None
+        self._last: tuple[ForwardPass, int] | None = None
+
+    def __enter__(self) -> LayerContext:
+        if self._entered is not None:
+            raise RuntimeError("this offload context is entered already: leave it before the next layer")
+        self._entered = contextlib.ExitStack()
+        self._last = None
+        if torch.is_grad_enabled():
+            layer = self._sequence.begin()
+            self._last = self._sequence.forward, layer
+            self._entered.enter_context(self._sequence.forward.hooks())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.close()
+        if self._last is not None:
+            self._sequence.end()
+            if error is not None:
+                self._sequence.restart()
+
+    def sync(self, output: torch.Tensor) -> torch.Tensor:
+        """Tells when the layer's backward begins: that is when the gradient of this output of it arrives.
+
+        Returns the output. It may be left out; backward then begins with the first tensor that it asks for.
+        Raises RuntimeError before the first layer.
+        """
+        if self._last is None:
+            if torch.is_grad_enabled():
+                raise RuntimeError("sync comes after the layer: enter the offload context first")
+            return output
+        forward, layer = self._last
+        if output.requires_grad and output.grad_fn is not None:
+            output.grad_fn.register_prehook(lambda gradients: forward.begin_backward(layer))
+        return output
+
+    def restart(self) -> None:
+        """The next layer is the first of a new forward. An exception inside the context does the same."""
+        self._sequence.restart()
+
+
+class LayerSequence:
+    """Numbers the layers of one forward after the other: after `num_layers` of them the next is the first again.
+
+    variable_depth: a forward may end early. Once nothing that it saved is alive, the next layer is the first again.
+        Without it the numbers follow the order of the calls alone, as a schedule for pipelines needs it.
+    """
+
+    def __init__(self, manager: TieringManager, movable: Movable, num_layers: int, *, variable_depth: bool) -> None:
+        self._manager = manager
+        self._movable = movable
+        self._num_layers = num_layers
+        self._variable_depth = variable_depth
+        self._forward: ForwardPass | None = None
+        self._open: int | None = None
+        self._complete = False
+
+    @property
+    def forward(self) -> ForwardPass:
+        """The forward that runs, or ran last. Raises RuntimeError before the first."""
+        if self._forward is None:
+            raise RuntimeError("no layer has begun yet")
+        return self._forward
+
+    def keys(self) -> list[int]:
+        """The blocks that this forward has saved so far."""
+        return [] if self._forward is None else [key for layer in self._forward.keys for key in layer]
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that runs."""
+        return self._open
+
+    def begin(self) -> int:
+        """The next layer begins. Returns its number."""
+        if self._forward is not None and (self._complete or self._gone()):
+            self.restart()
+        if self._forward is None:
+            self._forward = ForwardPass(self._manager, self._movable, self._num_layers)
+        self._open = self._forward.begin_layer()
+        return self._open
+
+    def end(self) -> None:
+        """The layer that runs ends."""
+        if self._open is None:
+            return
+        forward, layer = self.forward, self._open
+        self._open = None
+        forward.end_layer(layer)
+        if forward.layers == self._num_layers:
+            self._complete = True
+            forward.end()
+
+    def restart(self) -> None:
+        """The next layer is the first of a new forward. What this one saved stays for its backward."""
+        self.end()
+        if self._forward is not None and not self._complete:
+            self._forward.end()
+        self._forward = None
+        self._complete = False
+
+    def _gone(self) -> bool:
+        keys = self.keys()
+        return self._variable_depth and bool(keys) and not self._manager.any_alive(keys)

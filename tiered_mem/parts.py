@@ -1,0 +1,68 @@
+"""Tensors that are made of other tensors: quantized ones, DTensor, and whatever follows one of two protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+Parts = Sequence[torch.Tensor | None]
+Rebuild = Callable[[Parts], torch.Tensor]
+
+
+def take_apart(tensor: torch.Tensor) -> tuple[Parts, Rebuild] | None:
+    """The tensors that a wrapper consists of, and what makes such a wrapper of them again; None for other types.
+
+    Known are Transformer Engine's protocol (prepare_for_saving and restore_from_saved) and PyTorch's
+    (__tensor_flatten__ and __tensor_unflatten__). The wrapper itself is left as it is.
+    """
+    kind: Any = type(tensor)
+    if hasattr(kind, "prepare_for_saving") and hasattr(kind, "restore_from_saved"):
+        return _by_transformer_engine(tensor)
+    # A tensor that a collective is still filling says so by trigger_wait: its parts are not ready to be read.
+    if hasattr(kind, "__tensor_flatten__") and not hasattr(kind, "trigger_wait"):
+        return _by_pytorch(tensor)
+    return None
+
+
+def plain_tensors(thing: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor, or a storage class of Transformer Engine's, consists of; itself if plain."""
+    if hasattr(thing, "get_data_tensors"):
+        parts = thing.get_data_tensors()
+    elif hasattr(type(thing), "__tensor_flatten__"):
+        parts = [getattr(thing, name) for name in thing.__tensor_flatten__()[0]]
+    elif isinstance(thing, torch.Tensor):
+        yield thing
+        return
+    else:
+        raise TypeError(f"{thing!r} is no tensor and has no get_data_tensors()")
+    for part in parts if isinstance(parts, (tuple, list)) else (parts,):
+        if part is not None:
+            yield from plain_tensors(part)
+
+
+def _by_transformer_engine(tensor: Any) -> tuple[Parts, Rebuild]:
+    # prepare_for_saving takes the parts out of the object it is called on: here that is a second handle.
+    parts, empty = tensor.detach().prepare_for_saving()
+
+    def rebuild(parts: Parts) -> torch.Tensor:
+        empty.restore_from_saved(list(parts))
+        filled: torch.Tensor = empty.detach()
+        empty.prepare_for_saving()  # or the parts would live as long as the graph
+        return filled
+
+    return parts, rebuild
+
+
+def _by_pytorch(tensor: Any) -> tuple[Parts, Rebuild]:
+    names, context = tensor.__tensor_flatten__()
+    kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
+
+    def rebuild(parts: Parts) -> torch.Tensor:
+        whole: torch.Tensor = kind.__tensor_unflatten__(
+            dict(zip(names, parts, strict=True)), context, shape, stride
+        )
+        return whole
+
+    return [getattr(tensor, name) for name in names], rebuild
