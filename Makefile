@@ -28,6 +28,7 @@ lint: setup
 
 bench: setup
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.offload_overhead
+	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.offload_hooks
 
 compiler:
 	@command -v $(CXX) >/dev/null || \

@@ -97,10 +97,10 @@ def check_together(stays: Iterable[Stay]) -> None:
     for stay in stays:
         for pair in stay.demands():
             demanded.setdefault(pair, set()).add(stay.layer)
-    last = max((moment.layer for pair in demanded for moment in pair), default=-1)
     known = Order()
-    before: dict[Moment, set[Moment]] = {Moment(i, True): {Moment(i, False)} for i in range(last + 1)}
-    before |= {Moment(i, False): {Moment(i - 1, False)} for i in range(1, last + 1)}
+    layers = sorted({moment.layer for pair in demanded for moment in pair})
+    before: dict[Moment, set[Moment]] = {Moment(i, True): {Moment(i, False)} for i in layers}
+    before |= {Moment(j, False): {Moment(i, False)} for i, j in pairwise(layers)}
     for first, second in demanded:
         before.setdefault(second, set()).add(first)
     try:

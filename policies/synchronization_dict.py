@@ -85,10 +85,10 @@ class SynchronizationDictPolicy:
         return ()
 
     def _at(self, moment: Moment, graph: int, progress: _Progress) -> list[Action]:
-        reloaded = [i for i in self._reloaded_at.get(moment, ()) if i not in progress.reloaded]
-        late = moment.backward and moment.layer in self._stays and moment.layer not in progress.reloaded
-        if late and moment.layer not in reloaded:
-            reloaded.append(moment.layer)
+        due = list(self._reloaded_at.get(moment, ()))
+        if moment.backward and moment.layer in self._stays and moment.layer not in due:
+            due.append(moment.layer)  # late, unless it is back already
+        reloaded = [i for i in due if i not in progress.reloaded]
         progress.reloaded.update(reloaded)
         actions = self._offload(graph, progress)
         past = progress.released | progress.reloaded

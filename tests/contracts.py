@@ -70,20 +70,23 @@ def check_policy(make: Callable[[], Policy], min_layers: int = 0) -> None:
 def policy_histories(draw: st.DrawFn, min_layers: int = 0) -> list[Event]:
     """What a manager may tell a policy, until every forward has ended and every block is dropped.
 
-    Up to four graphs at a time; layers in any order, ended by exceptions or run twice; blocks shared by layers and
-    graphs; backwards at any time, more than once, from any layer.
+    Up to four graphs at a time; layers in any order, more than were told, ended by exceptions or run twice; blocks
+    shared by layers and graphs, or saved after their layer's end; backwards at any time, more than once, from any
+    layer.
     """
     history: list[Event] = []
     keys = itertools.count()
     layers: list[int] = []  # of each graph
     running: dict[int, int | None] = {}  # the graphs in their forward, with the layer that is at work
+    saving: dict[int, int] = {}  # the layer that began last
     live: list[int] = []
     for _ in range(draw(st.integers(0, 50))):
         step = draw(st.sampled_from(["forward", "begin", "save", "end", "over", "backward", "drop"]))
         if step == "forward" and len(running) < 4:
             running[len(layers)] = None
-            layers.append(draw(st.integers(min_layers, min_layers + 4)))
-            history.append(ForwardBegin(len(layers) - 1, layers[-1]))
+            told = draw(st.integers(min_layers, min_layers + 4))
+            history.append(ForwardBegin(len(layers), told))
+            layers.append(told + draw(st.integers(0, 2)))
         elif step == "drop" and live:
             history.append(Dropped(live.pop(draw(st.integers(0, len(live) - 1)))))
         elif step == "backward" and any(layers):
@@ -96,13 +99,13 @@ def policy_histories(draw: st.DrawFn, min_layers: int = 0) -> list[Event]:
                 del running[graph]
                 history.append(ForwardEnd(graph))
             elif step == "begin" and layers[graph]:
-                running[graph] = layer = draw(st.integers(0, layers[graph] - 1))
-                history.append(LayerBegin(graph, layer))
-            elif step == "save" and layer is not None:
+                running[graph] = saving[graph] = draw(st.integers(0, layers[graph] - 1))
+                history.append(LayerBegin(graph, saving[graph]))
+            elif step == "save" and graph in saving:
                 key = draw(st.sampled_from([next(keys), *live]))
                 if key not in live:
                     live.append(key)
-                history.append(Saved(graph, layer, key, nbytes=1))
+                history.append(Saved(graph, saving[graph], key, nbytes=1))
             elif step == "end" and layer is not None:
                 running[graph] = None
                 history.append(LayerEnd(graph, layer))

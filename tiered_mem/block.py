@@ -16,6 +16,10 @@ from .transfer import Ticket
 Span = tuple[int, int, int]
 
 
+# The autograd node that made a tensor, and which of its outputs the tensor is; None for a leaf.
+Origin = tuple[str, int] | None
+
+
 class Place(enum.Enum):
     """Where a block's bytes are. A block goes round: DEVICE, LEAVING, HOST, ARRIVING, DEVICE."""
 
@@ -74,7 +78,7 @@ class View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     number: int
-    origin: str
+    origin: Origin
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor over the block's bytes, which are given as a 1-dimensional tensor with its own storage."""
@@ -111,7 +115,7 @@ def view_of(tensor: torch.Tensor, span: Span, number: int) -> View:
     return View(tensor.dtype, tensor.shape, tensor.stride(), offset, number, origin_of(tensor))
 
 
-def origin_of(tensor: torch.Tensor) -> str:
-    """What autograd would call the tensor in an error: "output 0 of MulBackward0"."""
+def origin_of(tensor: torch.Tensor) -> Origin:
+    """By what autograd names the tensor in its errors."""
     node = tensor.grad_fn
-    return "a leaf of the graph" if node is None else f"output {tensor.output_nr} of {node.name()}"
+    return None if node is None else (node.name(), tensor.output_nr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 from typing import Any, Protocol, cast
 
 import torch
@@ -63,6 +64,20 @@ class Device:
         """Work issued inside goes to `stream`."""
         return stream if isinstance(stream, torch.Stream) else contextlib.nullcontext()
 
+    def timed_event(self, stream: Stream) -> Event:
+        """An event that is recorded on `stream` now. `elapsed` tells the time between two of them."""
+        if self._module is None:
+            return _Moment()
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record(cast(torch.Stream, stream))
+        return cast(Event, event)
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        """Seconds from one timed event to another, both of which must have come to pass."""
+        if isinstance(start, _Moment) and isinstance(end, _Moment):
+            return end.at - start.at
+        return cast(torch.Event, start).elapsed_time(cast(torch.Event, end)) / 1e3
+
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device
 
@@ -115,6 +130,19 @@ class _InlineStream:
 
     def wait_event(self, event: Event) -> None:
         event.synchronize()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+
+class _Moment:
+    """A timed event of the cpu's, which has come to pass when it is made."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
 
     def query(self) -> bool:
         return True

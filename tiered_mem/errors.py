@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Protocol
 
 from .sizes import format_bytes
 
@@ -30,14 +31,22 @@ class ChangedTensor(TieredMemError, RuntimeError):
     """A tensor was changed in place between its save in forward and its use in backward."""
 
 
+class _Described(Protocol):
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
 def changed_tensor(
-    dtype: object, shape: Iterable[int], origin: str, saved: int | None = None, now: int | None = None
+    tensor: _Described, origin: tuple[str, int] | None, saved: int | None = None, now: int | None = None
 ) -> ChangedTensor:
     """The error for one saved tensor: what it was, and its versions where they are known."""
+    name = "a leaf of the graph" if origin is None else f"output {origin[1]} of {origin[0]}"
     versions = "" if saved is None else f": it is at version {now}, version {saved} was saved"
     return ChangedTensor(
-        f"a saved {dtype} tensor of shape {tuple(shape)}, {origin}, was changed in place between forward and "
-        f"backward{versions}. Change a clone of it, or change it after backward"
+        f"a saved {tensor.dtype} tensor of shape {tuple(tensor.shape)}, {name}, was changed in place between "
+        f"forward and backward{versions}. Change a clone of it, or change it after backward"
     )
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .movable import Movable
 from .parts import take_apart
 from .policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
-from .saved_tensor import SavedParts, SavedTensor
+from .saved_tensor import Saved, SavedParts, SavedTensor, StrayTensor, keep
 
 if TYPE_CHECKING:
     from .manager import TieringManager
@@ -33,7 +33,7 @@ class ForwardPass:
         self._weights = movable.weights()
         self._layer: int | None = None
         self._inputs: dict[int, int] = {}
-        self._strays: dict[int, list[weakref.ref[SavedTensor]]] = {}
+        self._strays: dict[int, list[weakref.ref[StrayTensor]]] = {}
         self._backward_of: int | None = None
         self.keys: list[list[int]] = []
         self.graph = manager.new_graph()
@@ -88,7 +88,7 @@ class ForwardPass:
         self._weights = frozenset()
         self._manager.notify(ForwardEnd(self.graph))
 
-    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedParts:
+    def pack(self, tensor: torch.Tensor) -> Saved:
         """What autograd keeps of a tensor that is saved."""
         if type(tensor) is torch.Tensor:
             if self._movable.large(tensor):
@@ -99,34 +99,35 @@ class ForwardPass:
                 parts, rebuild = taken_apart
                 saved = [None if part is None else self.pack(part) for part in parts]
                 return SavedParts(saved, rebuild, self._layer)
-        return SavedTensor(tensor, self._layer)
+        return keep(tensor, self._layer)
 
-    def unpack(self, saved: SavedTensor | SavedParts) -> torch.Tensor:
+    def unpack(self, saved: Saved) -> torch.Tensor:
         """The tensor as it was saved, ready for the work that comes next on the current stream."""
-        if saved.layer is not None and saved.layer != self._backward_of:
-            self.begin_backward(saved.layer)
+        layer = saved.layer
+        if layer is not None and layer != self._backward_of:
+            self.begin_backward(layer)
         return saved.load()
 
-    def _pack_large(self, tensor: torch.Tensor) -> SavedTensor:
+    def _pack_large(self, tensor: torch.Tensor) -> Saved:
         storage = tensor.untyped_storage()
         layer = self._layer
         if not self._movable.moves(tensor, storage, self._weights):
-            return SavedTensor(tensor, layer)
+            return keep(tensor, layer)
         if layer is None:
             layer = self._inputs.get(storage._cdata)
         if layer is None:
-            saved = SavedTensor(tensor, None)
-            self._strays.setdefault(storage._cdata, []).append(weakref.ref(saved))
-            return saved
+            stray = StrayTensor(keep(tensor, None))
+            self._strays.setdefault(storage._cdata, []).append(weakref.ref(stray))
+            return stray
         block, view = self._manager.save(tensor, self.graph, layer)
         self.keys[layer].append(block.key)
-        return SavedTensor.in_block(self._manager, block, view, layer)
+        return SavedTensor(self._manager, block, view, layer)
 
     def _claim_strays(self, layer: int) -> None:
         for storage in self._inputs.keys() & self._strays.keys():
-            for stray in self._strays.pop(storage):
-                saved = stray()
-                block = None if saved is None else saved.move_into_block(self._manager, self.graph, layer)
+            for reference in self._strays.pop(storage):
+                stray = reference()
+                block = None if stray is None else stray.move(self._manager, self.graph, layer)
                 if block is not None:
                     self.keys[layer].append(block.key)
 

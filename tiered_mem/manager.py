@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections import deque
@@ -20,12 +21,25 @@ from .host_limit import host_limit
 from .layer_context import LayerContext, LayerSequence
 from .movable import Movable
 from .pinned import host_pool
-from .policies import Action, Dropped, Event, Offload, Policy, Release, Reload, Saved, policy_by_name
+from .policies import (
+    Action,
+    Dropped,
+    Event,
+    LayerBegin,
+    LayerEnd,
+    Offload,
+    Policy,
+    Release,
+    Reload,
+    Saved,
+    policy_by_name,
+)
 from .repeated_blocks import repeated_blocks
 from .sizes import format_bytes, parse_bytes
 from .stats import Counters, flatten, summary
 from .store import BlockStore
 from .tiers import DeviceTier, HostTier
+from .trace import Trace, summary_rows
 from .transfer import TransferEngine
 
 
@@ -38,6 +52,8 @@ class TieringManager:
         process may use: the cgroup's limit, or else the machine's RAM.
     transfer_stream: a stream of the device for the copies in both directions. None is two streams of its own, so
         that copies to the host and to the device run side by side.
+    trace: record when layers, copies and waits begin and end, for export_trace() and memory_summary(). It costs a
+        few events for each layer.
 
     Use it as a context manager, or call close(); one that is forgotten frees its host memory when the last
     activation in it is gone. Raises ValueError for arguments that cannot be right, and DeviceUnavailable for a
@@ -51,14 +67,16 @@ class TieringManager:
         device: str | torch.device = "npu",
         host_bytes: int | str | None = None,
         transfer_stream: torch.Stream | None = None,
+        trace: bool = False,
     ) -> None:
         self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
         capacity = _host_capacity(host_bytes)
         self.device = Device(device)
         self._host = HostTier(host_pool(self.device, capacity))
-        self._engine = TransferEngine(self.device, cast(Stream | None, transfer_stream))
+        self._trace = Trace(self.device) if trace else None
+        self._engine = TransferEngine(self.device, cast(Stream | None, transfer_stream), self._trace)
         self._counters = Counters()
-        self._store = BlockStore(DeviceTier(self.device), self._host, self._engine, self._counters)
+        self._store = BlockStore(DeviceTier(self.device), self._host, self._engine, self._counters, self._trace)
         self._graphs = itertools.count()
         self._closed = False
         # One lock over bookkeeping and the issuing of copies. A saved tensor may die anywhere, even in the middle
@@ -109,8 +127,15 @@ class TieringManager:
             return flatten(self._counters, self._host.pool_stats(), self._host.slots, self._store.blocks)
 
     def memory_summary(self) -> str:
-        """The stats as a table."""
-        return summary(str(self.device.torch_device), self.stats())
+        """The stats as a table: what moved, and with trace=True how much of it was hidden and who waited."""
+        return summary(str(self.device.torch_device), self.stats(), self._overlap())
+
+    def export_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes what was recorded as a Chrome trace, which Perfetto opens. RuntimeError without trace=True."""
+        with _Exclusive(self):
+            if self._trace is None:
+                raise RuntimeError("nothing was recorded: make the manager with trace=True")
+            self._trace.export(path)
 
     def synchronize(self) -> None:
         """Waits on the host for every copy that was started, and takes back the slots they used."""
@@ -150,6 +175,8 @@ class TieringManager:
     def notify(self, event: Event) -> None:
         """Tells the policy and does what it answers."""
         with _Exclusive(self):
+            if self._trace is not None:
+                _tell(self._trace, event)
             self._act(self._policy.decide(event))
 
     def act(self, actions: Iterable[Action]) -> None:
@@ -164,6 +191,8 @@ class TieringManager:
         """
         with _Exclusive(self):
             block, view = self._store.save(tensor)
+            if self._trace is not None and view.number == 0:
+                self._trace.saved(graph, layer, block.nbytes)
             try:
                 self._act(self._policy.decide(Saved(graph, layer, block.key, block.nbytes)))
             except BaseException:
@@ -208,6 +237,12 @@ class TieringManager:
             finally:
                 self._lock.release()
 
+    def _overlap(self) -> list[tuple[str, str]]:
+        with _Exclusive(self):
+            if self._trace is None:
+                return [("overlap", "not measured: it takes trace=True")]
+            return summary_rows(self._trace.figures())
+
     def _act(self, actions: Sequence[Action]) -> None:
         if not actions:
             return
@@ -223,6 +258,13 @@ class TieringManager:
                 self._store.release(blocks)
             else:
                 self._store.reload_early(blocks)
+
+
+def _tell(trace: Trace, event: Event) -> None:
+    if isinstance(event, LayerBegin):
+        trace.layer_begins(event.graph, event.layer, backward=event.backward)
+    elif isinstance(event, LayerEnd):
+        trace.layer_ends(event.graph, event.layer)
 
 
 class _Exclusive:

@@ -27,13 +27,19 @@ class Movable:
     ) -> None:
         self._device = device
         self._torch_device = device.torch_device
-        self._layers = layers
+        # Module.parameters() would look for them anew, which takes a millisecond for a model of ten layers.
+        self._modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         self._min_bytes = min_bytes
         self._min_elements = min_elements
 
     def weights(self) -> frozenset[int]:
         """The storages of the layers' weights and buffers as they are now."""
-        tensors = (tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers()))
+        tensors = (
+            tensor
+            for module in self._modules
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        )
         return frozenset(
             part.untyped_storage()._cdata
             for tensor in tensors

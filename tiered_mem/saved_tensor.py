@@ -1,13 +1,13 @@
-"""What autograd keeps in place of a saved tensor."""
+"""What autograd keeps in place of a saved tensor: all that backward needs, whatever other forwards did since."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .block import Block, View, origin_of
+from .block import Block, Origin, View, origin_of
 from .errors import changed_tensor
 from .parts import Rebuild
 
@@ -16,70 +16,65 @@ if TYPE_CHECKING:
 
 
 class SavedTensor:
-    """A tensor that was saved: in a block that the manager moves, or on the device, where it stays.
+    """A tensor in a block that the manager moves. It needs the block for as long as it lives."""
 
-    It is all that backward needs, whatever happened to other forwards since. It needs its block for as long as it
-    lives.
-    """
+    __slots__ = ("_block", "_manager", "_view", "layer")
 
-    __slots__ = ("__weakref__", "_block", "_manager", "_origin", "_tensor", "_version", "_view", "layer")
-
-    def __init__(self, tensor: torch.Tensor, layer: int | None) -> None:
-        """On the device, until it is moved into a block."""
-        # A tensor that is not a leaf is kept detached: an operation that saves its own output would otherwise keep
-        # itself alive.
-        self._tensor: torch.Tensor | None = tensor if tensor.is_leaf else tensor.detach()
-        self._version = tensor._version
-        self._origin = origin_of(tensor)
-        self._block: Block | None = None
-        self.layer = layer
-
-    @classmethod
-    def in_block(cls, manager: TieringManager, block: Block, view: View, layer: int) -> SavedTensor:
-        """In a block that was saved for it."""
-        saved = cls.__new__(cls)
-        saved._tensor = None
-        saved._manager = manager
-        saved._block = block
-        saved._view = view
-        saved.layer = layer
-        return saved
-
-    @property
-    def moves(self) -> bool:
-        """Whether it is in a block."""
-        return self._block is not None
-
-    def move_into_block(self, manager: TieringManager, graph: int, layer: int) -> Block | None:
-        """Hands the tensor to the manager after all. Not if it was changed: then there is nothing right to keep."""
-        tensor = self._tensor
-        if tensor is None or tensor._version != self._version:
-            return None
-        block, view = manager.save(tensor, graph, layer)
+    def __init__(self, manager: TieringManager, block: Block, view: View, layer: int) -> None:
         self._manager = manager
         self._block = block
-        self._view: View = view._replace(origin=self._origin)
-        self._tensor = None
-        self.layer = layer
-        return block
+        self._view = view
+        self.layer: int | None = layer
 
     def load(self) -> torch.Tensor:
         """The tensor, on the device and ready for work that is issued now on the current stream.
 
         Raises ChangedTensor, which hooks keep autograd from seeing, or Closed.
         """
-        if self._block is not None:
-            return self._manager.load(self._block, self._view)
-        tensor = self._tensor
-        if tensor is None:
-            raise RuntimeError("this saved tensor was let go of")
-        if tensor._version != self._version:
-            raise changed_tensor(tensor.dtype, tensor.shape, self._origin, self._version, tensor._version)
-        return tensor
+        return self._manager.load(self._block, self._view)
 
     def __del__(self) -> None:
-        if self._block is not None:
-            self._manager.let_go(self._block)
+        self._manager.let_go(self._block)
+
+
+class KeptTensor(NamedTuple):
+    """A tensor that stays on the device: a weight, a small one, or one from outside the layers."""
+
+    tensor: torch.Tensor
+    version: int
+    origin: Origin
+    layer: int | None
+
+    def load(self) -> torch.Tensor:
+        """The tensor. Raises ChangedTensor."""
+        if self.tensor._version != self.version:
+            raise changed_tensor(self.tensor, self.origin, self.version, self.tensor._version)
+        return self.tensor
+
+
+class StrayTensor:
+    """A large tensor that was saved outside the layers: it is kept, and moves if it proves a layer's input."""
+
+    __slots__ = ("__weakref__", "_saved")
+
+    def __init__(self, kept: KeptTensor) -> None:
+        self._saved: KeptTensor | SavedTensor = kept
+
+    @property
+    def layer(self) -> int | None:
+        return self._saved.layer
+
+    def load(self) -> torch.Tensor:
+        return self._saved.load()
+
+    def move(self, manager: TieringManager, graph: int, layer: int) -> Block | None:
+        """Hands the tensor to the manager. Not if it was changed: then there is nothing right to keep."""
+        kept = self._saved
+        if not isinstance(kept, KeptTensor) or kept.tensor._version != kept.version:
+            return None
+        block, view = manager.save(kept.tensor, graph, layer)
+        self._saved = SavedTensor(manager, block, view._replace(origin=kept.origin), layer)
+        return block
 
 
 class SavedParts:
@@ -87,9 +82,7 @@ class SavedParts:
 
     __slots__ = ("_parts", "_rebuild", "layer")
 
-    def __init__(
-        self, parts: Sequence[SavedTensor | SavedParts | None], rebuild: Rebuild, layer: int | None
-    ) -> None:
+    def __init__(self, parts: Sequence[Saved | None], rebuild: Rebuild, layer: int | None) -> None:
         self._parts = parts
         self._rebuild = rebuild
         self.layer = layer
@@ -97,3 +90,15 @@ class SavedParts:
     def load(self) -> torch.Tensor:
         """The tensor, of the type it had."""
         return self._rebuild([None if part is None else part.load() for part in self._parts])
+
+
+Saved = SavedTensor | KeptTensor | StrayTensor | SavedParts
+
+
+def keep(tensor: torch.Tensor, layer: int | None) -> KeptTensor:
+    """Keeps a tensor on the device.
+
+    One that is not a leaf is kept detached: an operation that saves its own output would otherwise own itself.
+    """
+    kept = tensor if tensor.is_leaf else tensor.detach()
+    return KeptTensor(kept, tensor._version, origin_of(tensor), layer)

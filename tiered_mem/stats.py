@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .allocators import PoolStats
@@ -36,9 +36,6 @@ class Counters:
     host_waits: int = 0
     postponed: int = 0
 
-    def count_host_wait(self) -> None:
-        self.host_waits += 1
-
 
 def flatten(counters: Counters, pool: PoolStats, slots: int, blocks: Collection[Block]) -> dict[str, int | str]:
     """One flat dictionary, in the manner of torch.cuda.memory_stats()."""
@@ -66,8 +63,8 @@ def flatten(counters: Counters, pool: PoolStats, slots: int, blocks: Collection[
     return stats
 
 
-def summary(device: str, stats: Mapping[str, int | str]) -> str:
-    """The stats as a table for people."""
+def summary(device: str, stats: Mapping[str, int | str], overlap: Sequence[tuple[str, str]]) -> str:
+    """The stats as a table for people, with rows on overlap."""
 
     def size(name: str) -> str:
         return format_bytes(int(stats[name]))
@@ -83,5 +80,6 @@ def summary(device: str, stats: Mapping[str, int | str]) -> str:
         rows.append((label, f"{stats[f'{name}.blocks.total']} blocks, {size(f'{name}.bytes.total')}"))
     rows.append(("reloads on demand", str(stats["reloads_on_demand.total"])))
     rows.append(("waits for host room", str(stats["host.waits.total"])))
+    rows += overlap
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)

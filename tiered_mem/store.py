@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -13,6 +14,7 @@ from .errors import Closed, TierFull, changed_tensor
 from .marks import stays
 from .stats import Counters
 from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
+from .trace import Trace
 from .transfer import Ticket, TransferEngine
 
 _log = logging.getLogger("tiered_mem.store")
@@ -21,8 +23,16 @@ _log = logging.getLogger("tiered_mem.store")
 class BlockStore:
     """Does what a policy advises, as far as the place of each block allows it. One thread at a time."""
 
-    def __init__(self, device: DeviceTier, host: HostTier, engine: TransferEngine, counters: Counters) -> None:
+    def __init__(
+        self,
+        device: DeviceTier,
+        host: HostTier,
+        engine: TransferEngine,
+        counters: Counters,
+        trace: Trace | None = None,
+    ) -> None:
         self._device = device
+        self._trace = trace
         self._host = host
         self._engine = engine
         self._counters = counters
@@ -57,7 +67,7 @@ class BlockStore:
     def load(self, block: Block, view: View) -> torch.Tensor:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
         if not block.unchanged():
-            raise changed_tensor(view.dtype, view.shape, view.origin)
+            raise changed_tensor(view, view.origin)
         if block.place is Place.HOST:
             self._counters.reloads_on_demand += 1
             self.reload([block])
@@ -79,9 +89,7 @@ class BlockStore:
             if stays(block.device.tensor.untyped_storage()) or not self._device.plain_layout(block.device.tensor):
                 continue
             try:
-                block.host = self._host.reserve(
-                    block.nbytes, block.dtype, before_waiting=self._counters.count_host_wait
-                )
+                block.host = self._host.reserve(block.nbytes, block.dtype, waiting=self._waiting_for_room)
             except TierFull as error:
                 self._keep(block, error)
                 continue
@@ -110,7 +118,7 @@ class BlockStore:
             if block.place is not Place.LEAVING or block.device is None or block.ticket is None:
                 continue
             block.changed = not block.unchanged()
-            block.ticket.hold(block.device.stream)
+            block.ticket.hold(block.device.stream, "release")
             block.place = Place.HOST
             block.left = True
             self._forget_device(block)
@@ -153,13 +161,19 @@ class BlockStore:
         """Gives up all that a block has. What a copy still uses outlives the copy."""
         under_way = block.place in (Place.LEAVING, Place.ARRIVING)
         if under_way and block.device is not None and block.ticket is not None:
-            block.ticket.hold(block.device.stream)
+            block.ticket.hold(block.device.stream, "drop")
         if block.host is not None:
             self._host.release(block.host, block.ticket.event if block.ticket is not None else None)
         self._forget_device(block)
         block.host = block.ticket = None
         block.place = Place.GONE
         del self._blocks[block.key]
+
+    @contextlib.contextmanager
+    def _waiting_for_room(self) -> Iterator[None]:
+        self._counters.host_waits += 1
+        with self._trace.host_waits() if self._trace is not None else contextlib.nullcontext():
+            yield
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
@@ -193,7 +207,7 @@ class BlockStore:
     def _arrive(self, block: Block, slot: DeviceSlot, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Makes the reader's stream wait for the reload. Each stream that reads waits once."""
         stream = self._device.current_stream()
-        ticket.hold(stream)
+        ticket.hold(stream, "reload")
         block.place = Place.DEVICE
         if stream.stream_id != slot.stream.stream_id:
             # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
@@ -201,7 +215,7 @@ class BlockStore:
 
     def _forget_device(self, block: Block) -> None:
         if block.unwanted is not None and block.device is not None:
-            block.unwanted.hold(block.device.stream)
+            block.unwanted.hold(block.device.stream, "drop")
         block.unwanted = None
         block.device = None
         block.versions.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -75,10 +76,12 @@ class HostTier:
         self._returning: deque[tuple[HostSlot, Event]] = deque()
         self._slots = 0
 
-    def reserve(self, nbytes: int, dtype: torch.dtype, *, before_waiting: Callable[[], None]) -> HostSlot:
+    def reserve(
+        self, nbytes: int, dtype: torch.dtype, *, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> HostSlot:
         """Raises TierFull where even the slots that are about to be free would not make room.
 
-        before_waiting: called each time the host has to wait for a copy to end before there is room.
+        waiting: entered each time the host has to wait for a copy to end before there is room.
         """
         self.collect()
         while True:
@@ -87,8 +90,8 @@ class HostTier:
             except OutOfHostMemory as error:
                 if not self._returning:
                     raise self._full(error) from error
-            before_waiting()
-            self._take_back()
+            with waiting():
+                self._take_back()
 
     def release(self, slot: HostSlot, event: Event | None) -> None:
         """Gives a slot back; `event` is the end of the last copy that uses it, None if there is none."""

@@ -8,6 +8,8 @@ import torch
 
 from .device import Device, Event, Stream
 from .tiers import DeviceSlot, HostSlot
+from .timeline import Direction
+from .trace import Trace
 
 
 class TransferEngine:
@@ -18,10 +20,12 @@ class TransferEngine:
     slots until the copy has ended, or until a stream that uses them next waits for it.
 
     stream: one stream for both directions, in place of two of the engine's own.
+    trace: is told of the copies, and of who waits for them.
     """
 
-    def __init__(self, device: Device, stream: Stream | None = None) -> None:
+    def __init__(self, device: Device, stream: Stream | None = None, trace: Trace | None = None) -> None:
         self._device = device
+        self._trace = trace
         self._to_host = stream or device.new_stream()
         self._to_device = stream or device.new_stream()
 
@@ -32,8 +36,7 @@ class TransferEngine:
         """
         _wait_for_work(self._to_host, (source for source, _ in moves))
         with self._device.on(self._to_host):
-            _copy([(destination.tensor, source.tensor) for source, destination in moves])
-        return Ticket(self._to_host.record_event())
+            return self._copy("offload", self._to_host, [(to.tensor, of.tensor) for of, to in moves])
 
     def reload(self, moves: Sequence[tuple[HostSlot, DeviceSlot, Ticket | None]]) -> list[Ticket]:
         """Copies to the device, each after the copy that fills its host slot, if that has a ticket.
@@ -52,9 +55,20 @@ class TransferEngine:
                     # Where the destination's stream has waited for that copy already, so has this one.
                     if filled is not None and not filled.held_by(destination.stream):
                         filled.hold(self._to_device)
-                _copy([(destination.tensor, source.tensor) for source, destination, _ in group])
-                tickets += [Ticket(self._to_device.record_event())] * len(group)
+                pairs = [(to.tensor, of.tensor) for of, to, _ in group]
+                tickets += [self._copy("reload", self._to_device, pairs)] * len(group)
         return tickets
+
+    def _copy(
+        self, direction: Direction, stream: Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Ticket:
+        """Copies to the first tensor of each pair, in order on `stream`, which is current."""
+        if self._trace is None:
+            _copy(pairs)
+            return Ticket(stream.record_event())
+        with self._trace.copying(direction, stream, sum(to.nbytes for to, _ in pairs), len(pairs)) as group:
+            _copy(pairs)
+        return Ticket(group.ended, self._trace)
 
     def synchronize(self) -> None:
         """Waits on the host for every copy that was started."""
@@ -65,19 +79,25 @@ class TransferEngine:
 class Ticket:
     """Copies that were started and will have ended when `event` has come to pass."""
 
-    __slots__ = ("_held", "event")
+    __slots__ = ("_held", "_trace", "event")
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: Event, trace: Trace | None = None) -> None:
         self.event = event
+        self._trace = trace
         self._held: set[int] = set()
 
     def held_by(self, stream: Stream) -> bool:
         """Whether `stream` has been made to wait."""
         return stream.stream_id in self._held
 
-    def hold(self, stream: Stream) -> None:
-        """Makes what `stream` is given from now on wait for the copies. The host does not wait."""
+    def hold(self, stream: Stream, why: str | None = None) -> None:
+        """Makes what `stream` is given from now on wait for the copies. The host does not wait.
+
+        why: what a trace is to call the wait, if it is one of computation.
+        """
         if stream.stream_id not in self._held:
+            if self._trace is not None and why is not None:
+                self._trace.waits(stream, self.event, why)
             stream.wait_event(self.event)
             self._held.add(stream.stream_id)
 
@@ -98,7 +118,7 @@ def _groups(
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies to the first tensor of each pair, in order on the current stream. One call costs the host less."""
+    # One call for all costs the host less than a copy_ for each.
     torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
 
 

@@ -144,7 +144,7 @@ class PushedTensors:
                 parts, rebuild = taken_apart
                 return [None if part is None else self.push(forward, layer, part) for part in parts], [rebuild]
         saved = forward.pack(tensor)
-        if not isinstance(saved, SavedTensor) or not saved.moves:
+        if not isinstance(saved, SavedTensor):
             return tensor
         number = next(self._numbers)
         self._saved.setdefault(layer, {})[number] = saved

@@ -1,0 +1,187 @@
+"""The records of a trace, and how they look in Chrome's trace event format."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Direction = Literal["offload", "reload"]
+
+_PROCESS = 1
+_LAYERS, _WAITS, _HOST = "compute: layers", "compute: waits", "host: waits"
+_COPIES: dict[Direction, str] = {"offload": "copies: offload", "reload": "copies: reload"}
+_TRACKS = (_LAYERS, _WAITS, *_COPIES.values(), _HOST)
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """times: in seconds since the trace began: the first moment and the last, or the only one."""
+
+    times: tuple[float, ...] = field(default=(), init=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1] - self.times[0]
+
+
+@dataclass(slots=True, eq=False)
+class Layer(Record):
+    """A layer begins or ends on a compute stream."""
+
+    stream: int
+    graph: int
+    layer: int
+    backward: bool
+    begins: bool
+
+
+@dataclass(slots=True, eq=False)
+class Save(Record):
+    stream: int
+    graph: int
+    layer: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Copy(Record):
+    """A group of copies, from when the first may begin to when the last has ended."""
+
+    direction: Direction
+    nbytes: int
+    blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class Wait(Record):
+    """A compute stream comes to where it waits for a copy, in a layer, or before the first one."""
+
+    stream: int
+    copy: Copy
+    why: str
+    layer: int | None
+    backward: bool
+
+    @property
+    def stall(self) -> float:
+        """How long it really waits, in seconds."""
+        return max(0.0, self.copy.times[-1] - self.times[0])
+
+
+@dataclass(slots=True, eq=False)
+class HostWait(Record):
+    """The host waits for room."""
+
+
+def layer_name(layer: int | None, backward: bool) -> str:
+    return "no layer" if layer is None else f"{'backward' if backward else 'forward'} {layer}"
+
+
+def chrome_trace(process: str, records: Iterable[Record]) -> dict[str, Any]:
+    """A JSON object for Perfetto. The records are in the order in which each stream came to them.
+
+    The counter "saved bytes" is what layers saved whose backward has not begun.
+    """
+    chart = _Chart(process)
+    for record in records:
+        chart.draw(record)
+    chart.finish()
+    return {"displayTimeUnit": "ms", "traceEvents": chart.events}
+
+
+class _Chart:
+    """Each track shows one thing after the other. A second compute stream has tracks of its own."""
+
+    def __init__(self, process: str) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._tids: dict[str, int] = {}
+        self._first_stream: int | None = None
+        self._ends: dict[int, float] = defaultdict(float)
+        self._open: dict[int, Layer] = {}
+        self._unread: dict[tuple[int, int], int] = defaultdict(int)
+        self._latest = 0.0
+        self._name("process_name", process, 0)
+        for track in _TRACKS:
+            self._tid(track)
+
+    def draw(self, record: Record) -> None:
+        if not isinstance(record, HostWait):
+            self._latest = max(self._latest, record.times[-1])
+        match record:
+            case Layer():
+                self._layer(record)
+            case Save():
+                self._save(record)
+            case Copy():
+                args: dict[str, Any] = {"bytes": record.nbytes, "blocks": record.blocks}
+                if record.seconds > 0:
+                    args["GB/s"] = round(record.nbytes / record.seconds / 1e9, 3)
+                self._span(self._tid(_COPIES[record.direction]), record.direction, *record.times, **args)
+            case Wait() if record.stall > 0:
+                tid = self._tid_of(_WAITS, record.stream)
+                name = layer_name(record.layer, record.backward)
+                self._span(tid, record.why, record.times[0], record.copy.times[-1], layer=name)
+            case HostWait():
+                self._span(self._tid(_HOST), "host waits", *record.times)
+
+    def finish(self) -> None:
+        for tid in list(self._open):
+            self._close(tid, self._latest)
+
+    def _layer(self, record: Layer) -> None:
+        now, tid = record.times[0], self._tid_of(_LAYERS, record.stream)
+        if record.begins:
+            self._close(tid, now)
+            self._open[tid] = record
+            if record.backward and self._unread.pop((record.graph, record.layer), 0):
+                self._count_saved(now)
+            return
+        begun = self._open.get(tid)
+        if begun and (begun.graph, begun.layer, begun.backward) == (record.graph, record.layer, record.backward):
+            self._close(tid, now)
+
+    def _close(self, tid: int, now: float) -> None:
+        begun = self._open.pop(tid, None)
+        if begun is not None:
+            self._span(tid, layer_name(begun.layer, begun.backward), begun.times[0], now, graph=begun.graph)
+
+    def _save(self, record: Save) -> None:
+        now, tid = record.times[0], self._tid_of(_LAYERS, record.stream)
+        args = {"graph": record.graph, "layer": record.layer, "bytes": record.nbytes}
+        self._event(ph="i", s="t", name="saved", ts=_microseconds(now), tid=tid, args=args)
+        self._unread[record.graph, record.layer] += record.nbytes
+        self._count_saved(now)
+
+    def _count_saved(self, now: float) -> None:
+        saved = {"bytes": sum(self._unread.values())}
+        self._event(ph="C", name="saved bytes", ts=_microseconds(now), tid=0, args=saved)
+
+    def _span(self, tid: int, name: str, began: float, ended: float, **args: Any) -> None:
+        # Devices round their times; spans that overlap by that little are dropped by viewers.
+        began = max(_microseconds(began), self._ends[tid])
+        self._ends[tid] = max(_microseconds(ended), began)
+        duration = round(self._ends[tid] - began, 3)
+        self._event(ph="X", name=name, ts=began, dur=duration, tid=tid, args=args)
+
+    def _tid_of(self, track: str, stream: int) -> int:
+        if self._first_stream is None:
+            self._first_stream = stream
+        return self._tid(track if stream == self._first_stream else f"{track}, stream {stream}")
+
+    def _tid(self, track: str) -> int:
+        if track not in self._tids:
+            self._tids[track] = len(self._tids) + 1
+            self._name("thread_name", track, self._tids[track])
+        return self._tids[track]
+
+    def _name(self, kind: str, name: str, tid: int) -> None:
+        self._event(ph="M", name=kind, tid=tid, args={"name": name})
+
+    def _event(self, **event: Any) -> None:
+        self.events.append({"pid": _PROCESS, **event})
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,249 @@
+"""What happened when, in the device's own time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from .device import Device, Event, Stream
+from .sizes import format_bytes
+from .timeline import Copy, Direction, HostWait, Layer, Record, Save, Wait, chrome_trace, layer_name
+
+_REBASE_SECONDS = 1.0
+
+
+class Trace:
+    """Layers, saves, copies and waits, timed by events on the streams. One thread at a time.
+
+    Recording never waits for the device: an event's time is read when it has come to pass. `figures` and `export`
+    wait for all that was recorded. On the cpu a copy has ended when it is issued, so that nothing waits for one.
+
+    limit: how many records are kept for `export`, besides those that the device has not come to yet. `figures` is
+        about all that were ever made. Raises ValueError below 1.
+    """
+
+    def __init__(self, device: Device, *, limit: int = 100_000) -> None:
+        if limit < 1:
+            raise ValueError(f"a trace must keep at least 1 record, not {limit}")
+        self._device = device
+        self._pending: deque[_Pending] = deque()
+        self._under_way: dict[Event, Copy] = {}  # the copies among them, by their end
+        self._records: deque[Record] = deque(maxlen=limit)
+        self._layer: tuple[int | None, bool] = (None, False)
+        self._copied: dict[Direction, _Total] = {"offload": _Total(), "reload": _Total()}
+        self._stalls: dict[tuple[str, int | None, bool], float] = defaultdict(float)
+        self._host_waited = _Total()
+        event = device.timed_event(device.current_stream())
+        event.synchronize()
+        self._host_base = time.perf_counter()
+        self._base = _Base(event, 0.0)
+
+    # What the manager tells.
+
+    def layer_begins(self, graph: int, layer: int, *, backward: bool = False) -> None:
+        """On the caller's current stream. A layer that was still going on there has ended."""
+        self._layer = (layer, backward)
+        stream = self._device.current_stream()
+        self._add(Layer(stream.stream_id, graph, layer, backward, begins=True), stream)
+
+    def layer_ends(self, graph: int, layer: int, *, backward: bool = False) -> None:
+        stream = self._device.current_stream()
+        self._add(Layer(stream.stream_id, graph, layer, backward, begins=False), stream)
+
+    def saved(self, graph: int, layer: int, nbytes: int) -> None:
+        """A block of that size was taken over from a layer."""
+        stream = self._device.current_stream()
+        self._add(Save(stream.stream_id, graph, layer, nbytes), stream)
+
+    @contextmanager
+    def copying(self, direction: Direction, stream: Stream, nbytes: int, blocks: int) -> Iterator[CopyGroup]:
+        """Copies are issued to `stream` inside. What they need, the stream must have been made to wait for before.
+
+        nbytes, blocks: of all of them. Nothing is recorded where an exception comes out.
+        """
+        group = CopyGroup()
+        base, begun = self._base, self._device.timed_event(stream)
+        yield group
+        group.ended = self._device.timed_event(stream)
+        copy = self._under_way[group.ended] = Copy(direction, nbytes, blocks)
+        self._put(_Pending(copy, base, (begun, group.ended)))
+
+    def waits(self, stream: Stream, ended: Event, why: str) -> None:
+        """To be called right before a compute stream is made to wait for the end of a copy group.
+
+        The wait belongs to the layer that was the last to begin. Events that are no group's end are passed over.
+        """
+        copy = self._under_way.get(ended)
+        if copy is not None:
+            self._add(Wait(stream.stream_id, copy, why, *self._layer), stream)
+
+    @contextmanager
+    def host_waits(self) -> Iterator[None]:
+        """The host waits for room inside."""
+        began = time.perf_counter() - self._host_base
+        try:
+            yield
+        finally:
+            self._keep(HostWait(), (began, time.perf_counter() - self._host_base))
+
+    # What it tells.
+
+    def figures(self) -> Figures:
+        self._settle_all()
+        stalls = (Stall(*key, seconds) for key, seconds in self._stalls.items())
+        return Figures(
+            offload=self._copied["offload"].copies(),
+            reload=self._copied["reload"].copies(),
+            stalls=tuple(sorted(stalls, key=lambda stall: stall.seconds, reverse=True)),
+            host_waits=self._host_waited.count,
+            host_seconds=self._host_waited.seconds,
+        )
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file in Chrome's trace event format, which Perfetto opens."""
+        self._settle_all()
+        Path(path).write_text(json.dumps(chrome_trace(str(self._device.torch_device), self._records)))
+
+    # Events become times in the order in which they were recorded.
+
+    def _add(self, record: Record, stream: Stream) -> None:
+        self._put(_Pending(record, self._base, (self._device.timed_event(stream),)))
+
+    def _put(self, pending: _Pending) -> None:
+        self._pending.append(pending)
+        while self._pending and self._pending[0].events[-1].query():
+            self._settle()
+
+    def _settle_all(self) -> None:
+        while self._pending:
+            self._pending[0].events[-1].synchronize()
+            self._settle()
+
+    def _settle(self) -> None:
+        record, base, events = self._pending.popleft()
+        self._under_way.pop(events[-1], None)
+        times = tuple(base.at + self._device.elapsed(base.event, event) for event in events)
+        # Devices tell times as 32-bit floats. A base is in the past of whatever is recorded after it was chosen.
+        if times[-1] - self._base.at > _REBASE_SECONDS:
+            self._base = _Base(events[-1], times[-1])
+        self._keep(record, times)
+
+    def _keep(self, record: Record, times: tuple[float, ...]) -> None:
+        record.times = times
+        self._records.append(record)
+        match record:
+            case Copy():
+                self._copied[record.direction].add(record.seconds, record.nbytes, record.blocks)
+            case Wait() if record.stall > 0:
+                self._copied[record.copy.direction].stalled += record.stall
+                self._stalls[record.why, record.layer, record.backward] += record.stall
+            case HostWait():
+                self._host_waited.add(record.seconds)
+
+
+class CopyGroup:
+    """Copies that are started together. `ended` is set when all have been issued."""
+
+    __slots__ = ("ended",)
+    ended: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The copies of one direction. Times are in seconds; stalled: how long compute streams waited for them."""
+
+    nbytes: int
+    blocks: int
+    groups: int
+    seconds: float
+    stalled: float
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the copying that nobody waited for, from 0 to 1; None where there was none."""
+        return min(1.0, max(0.0, 1 - self.stalled / self.seconds)) if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """How many seconds compute streams waited for copies in a layer; None is before the first one."""
+
+    why: str
+    layer: int | None
+    backward: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All since the trace began. stalls: the longest first. host_seconds: of the host's own waits for room."""
+
+    offload: Copies
+    reload: Copies
+    stalls: tuple[Stall, ...]
+    host_waits: int
+    host_seconds: float
+
+
+def summary_rows(figures: Figures) -> list[tuple[str, str]]:
+    """The figures for people, as labels and values."""
+    stalls = [f"{_duration(s.seconds)} {s.why} in {layer_name(s.layer, s.backward)}" for s in figures.stalls[:3]]
+    waited = _duration(sum(stall.seconds for stall in figures.stalls))
+    return [
+        ("offload copies", _told(figures.offload)),
+        ("reload copies", _told(figures.reload)),
+        ("compute waited for them", f"{waited}: {', '.join(stalls)}" if stalls else "never"),
+        ("host waited for room", f"{figures.host_waits} times, {_duration(figures.host_seconds)}"),
+    ]
+
+
+def _told(copies: Copies) -> str:
+    if copies.hidden is None:
+        return "none"
+    moved = f"{format_bytes(copies.nbytes)} in {copies.groups} groups"
+    return f"{moved}, {_duration(copies.seconds)}, {100 * copies.hidden:.0f} % hidden"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+@dataclass(slots=True)
+class _Total:
+    count: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+    blocks: int = 0
+    stalled: float = 0.0
+
+    def add(self, seconds: float, nbytes: int = 0, blocks: int = 0) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.nbytes += nbytes
+        self.blocks += blocks
+
+    def copies(self) -> Copies:
+        return Copies(self.nbytes, self.blocks, self.count, self.seconds, self.stalled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """An event that came to pass `at` seconds after the trace began."""
+
+    event: Event
+    at: float
+
+
+class _Pending(NamedTuple):
+    """A record whose events may not have come to pass yet, and what their time is to be measured from."""
+
+    record: Record
+    base: _Base
+    events: tuple[Event, ...]
