@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import ModuleType
 
 import pytest
@@ -79,6 +80,34 @@ def test_events_tell_when_work_is_done(device: str) -> None:
     side.synchronize()
     assert event.query()
     event.synchronize()
+
+
+@pytest.mark.parametrize("kind", ["device", "cpu"])
+def test_timed_events_tell_the_time_between_them(device: str, kind: str) -> None:
+    here = Device(device if kind == "device" else "cpu")
+    stream = here.current_stream()
+    began = time.perf_counter()
+    first = here.timed_event(stream)
+    first.synchronize()
+    middle = here.timed_event(stream)
+    last = here.timed_event(stream)
+    last.synchronize()
+    seconds = time.perf_counter() - began
+    assert first.query()
+    assert last.query()
+    assert 0 <= here.elapsed(first, last) <= seconds
+    assert here.elapsed(first, middle) + here.elapsed(middle, last) == pytest.approx(
+        here.elapsed(first, last), abs=1e-6
+    )
+
+
+def test_timed_events_can_be_waited_for(device: str) -> None:
+    here = Device(device)
+    side = here.new_stream()
+    event = here.timed_event(here.current_stream())
+    side.wait_event(event)
+    side.synchronize()
+    assert event.query()
 
 
 def test_it_owns_its_tensors_only(device: str) -> None:

@@ -363,12 +363,13 @@ def test_saved_bytes_rise_in_forward_and_fall_in_backward(scene: Scene, tmp_path
         trace.layer_begins(0, layer)
         trace.saved(0, layer, (layer + 1) * MIB)
         trace.saved(0, layer, MIB)
-    trace.layer_begins(0, 1)  # run again, for a backward that recomputes
+    trace.layer_begins(0, 1)  # called a second time
+    trace.saved(0, 1, MIB)
     for layer in (1, 0):
         trace.layer_begins(0, layer, backward=True)
     events = scene.events(tmp_path / "trace.json")
     counts = [e["args"]["bytes"] // MIB for e in events if e["ph"] == "C" and e["name"] == "saved bytes"]
-    assert counts == [1, 2, 4, 5, 2, 0]
+    assert counts == [1, 2, 4, 5, 6, 2, 0]
     saves = [event["args"] for event in on_track(events, "compute: layers", "i")]
     assert saves[2] == {"graph": 0, "layer": 1, "bytes": 2 * MIB}
 

@@ -74,6 +74,7 @@ class TieringManager:
         self.device = Device(device)
         self._host = HostTier(host_pool(self.device, capacity))
         self._trace = Trace(self.device) if trace else None
+        self._backward = -1
         self._engine = TransferEngine(self.device, cast(Stream | None, transfer_stream), self._trace)
         self._counters = Counters()
         self._store = BlockStore(DeviceTier(self.device), self._host, self._engine, self._counters, self._trace)
@@ -176,7 +177,7 @@ class TieringManager:
         """Tells the policy and does what it answers."""
         with _Exclusive(self):
             if self._trace is not None:
-                _tell(self._trace, event)
+                self._tell(self._trace, event)
             self._act(self._policy.decide(event))
 
     def act(self, actions: Iterable[Action]) -> None:
@@ -237,6 +238,22 @@ class TieringManager:
             finally:
                 self._lock.release()
 
+    def _tell(self, trace: Trace, event: Event) -> None:
+        if isinstance(event, LayerBegin):
+            trace.layer_begins(event.graph, event.layer, backward=event.backward)
+            task = torch._C._current_graph_task_id()
+            if event.backward and task not in (-1, self._backward):
+                # Nothing but the engine knows when its last layer is through.
+                self._backward = task
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        elif isinstance(event, LayerEnd):
+            trace.layer_ends(event.graph, event.layer)
+
+    def _backward_ends(self) -> None:
+        with _Exclusive(self):
+            if self._trace is not None:
+                self._trace.backward_ends()
+
     def _overlap(self) -> list[tuple[str, str]]:
         with _Exclusive(self):
             if self._trace is None:
@@ -258,13 +275,6 @@ class TieringManager:
                 self._store.release(blocks)
             else:
                 self._store.reload_early(blocks)
-
-
-def _tell(trace: Trace, event: Event) -> None:
-    if isinstance(event, LayerBegin):
-        trace.layer_begins(event.graph, event.layer, backward=event.backward)
-    elif isinstance(event, LayerEnd):
-        trace.layer_ends(event.graph, event.layer)
 
 
 class _Exclusive:

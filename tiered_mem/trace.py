@@ -37,6 +37,7 @@ class Trace:
         self._under_way: dict[Event, Copy] = {}  # the copies among them, by their end
         self._records: deque[Record] = deque(maxlen=limit)
         self._layer: tuple[int | None, bool] = (None, False)
+        self._graph = 0
         self._copied: dict[Direction, _Total] = {"offload": _Total(), "reload": _Total()}
         self._stalls: dict[tuple[str, int | None, bool], float] = defaultdict(float)
         self._host_waited = _Total()
@@ -50,12 +51,19 @@ class Trace:
     def layer_begins(self, graph: int, layer: int, *, backward: bool = False) -> None:
         """On the caller's current stream. A layer that was still going on there has ended."""
         self._layer = (layer, backward)
+        self._graph = graph
         stream = self._device.current_stream()
         self._add(Layer(stream.stream_id, graph, layer, backward, begins=True), stream)
 
     def layer_ends(self, graph: int, layer: int, *, backward: bool = False) -> None:
         stream = self._device.current_stream()
         self._add(Layer(stream.stream_id, graph, layer, backward, begins=False), stream)
+
+    def backward_ends(self) -> None:
+        """The layer whose backward began last was the last of this backward."""
+        layer, backward = self._layer
+        if layer is not None and backward:
+            self.layer_ends(self._graph, layer, backward=True)
 
     def saved(self, graph: int, layer: int, nbytes: int) -> None:
         """A block of that size was taken over from a layer."""
