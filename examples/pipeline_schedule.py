@@ -1,7 +1,7 @@
 """Eight microbatches through one stage of a pipeline; their activations leave and come back as a dictionary says.
 
-Forwards and backwards interleave: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7. Microbatches 1 to 6 wait long
-their backward, and are offloaded meanwhile.
+Forwards and backwards interleave: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7. Microbatches 1 to 6
+wait long for their backward, and are offloaded meanwhile.
 """
 
 from __future__ import annotations

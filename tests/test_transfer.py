@@ -196,7 +196,7 @@ def test_a_block_dropped_while_it_leaves_is_safe(device: str, service: Service, 
     service.manager.let_go(block)
     del block
     stats = service.manager.stats()
-    assert int(stats["host.used.current"]) >= slot.region.nbytes
+    assert int(stats["host.used.current"]) >= slot.lease.region.nbytes
     service.manager.synchronize()
     assert service.manager.stats()["host.used.current"] == 0
 

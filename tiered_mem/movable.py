@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from .device import Device
 from .marks import stays
 from .parts import plain_tensors
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Movable:
@@ -25,26 +23,27 @@ class Movable:
     def __init__(
         self, device: Device, layers: Sequence[torch.nn.Module], *, min_bytes: int = 1, min_elements: int = 1
     ) -> None:
-        self._device = device
         self._torch_device = device.torch_device
-        # Module.parameters() would look for them anew, which takes a millisecond for a model of ten layers.
-        self._modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+        self._layers = [list(layer.modules()) for layer in layers]
         self._min_bytes = min_bytes
         self._min_elements = min_elements
+        self._known: tuple[object, ...] | None = None
+        self._weights: frozenset[int] = frozenset()
 
     def weights(self) -> frozenset[int]:
-        """The storages of the layers' weights and buffers as they are now."""
-        tensors = (
-            tensor
-            for module in self._modules
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None
-        )
-        return frozenset(
-            part.untyped_storage()._cdata
-            for tensor in tensors
-            for part in ((tensor,) if type(tensor) in _PLAIN else plain_tensors(tensor))
-        )
+        """The storages of the layers' weights and buffers."""
+        # To look at every weight in each forward would cost more than all else there: whoever replaces weights
+        # replaces the first of a layer.
+        known = tuple(_identity(next(_weights_of(modules), None)) for modules in self._layers)
+        if known != self._known:
+            self._known = known
+            self._weights = frozenset(
+                part.untyped_storage()._cdata
+                for modules in self._layers
+                for tensor in _weights_of(modules)
+                for part in plain_tensors(tensor)
+            )
+        return self._weights
 
     def large(self, tensor: torch.Tensor) -> bool:
         """Whether it is worth a copy, and on the right device. What there is cheap to ask."""
@@ -63,14 +62,27 @@ class Movable:
             and not stays(storage)
             and not tensor.is_conj()
             and not tensor.is_neg()
-            and not self._is_weight(tensor)
+            and not _is_weight(tensor)
         )
 
-    def _is_weight(self, tensor: torch.Tensor) -> bool:
-        base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, torch.nn.Parameter):
-            return True
-        return torch.is_autocast_enabled(self._device.kind) and _is_cast_of_weight(base)
+
+def _weights_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
+
+
+def _identity(tensor: torch.Tensor | None) -> object:
+    """Differs when the tensor is another one, or has other memory."""
+    if tensor is None:
+        return None
+    return id(tensor), *(part.untyped_storage()._cdata for part in plain_tensors(tensor))
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter) or (_is_cast_of_weight(base) and _in_autocast())
 
 
 def _is_cast_of_weight(tensor: torch.Tensor) -> bool:
@@ -80,3 +92,11 @@ def _is_cast_of_weight(tensor: torch.Tensor) -> bool:
         return False
     source = node.next_functions[0][0]
     return isinstance(getattr(source, "variable", None), torch.nn.Parameter)
+
+
+def _in_autocast() -> bool:
+    # Where tensors are saved, inside an operation that autocast has taken over, torch.is_autocast_enabled() says no.
+    # The depth of the nesting tells.
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1

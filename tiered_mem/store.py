@@ -82,32 +82,21 @@ class BlockStore:
 
     def offload(self, blocks: Sequence[Block]) -> None:
         """Starts to copy blocks to the host. One that finds no room there stays on the device and is counted."""
-        moves = []
-        for block in blocks:
-            if block.place is not Place.DEVICE or block.device is None or not block.unchanged():
-                continue
-            if stays(block.device.tensor.untyped_storage()) or not self._device.plain_layout(block.device.tensor):
-                continue
-            try:
-                block.host = self._host.reserve(block.nbytes, block.dtype, waiting=self._waiting_for_room)
-            except TierFull as error:
-                self._keep(block, error)
-                continue
-            block.place = Place.LEAVING
-            source = DeviceSlot(flat(block.device.tensor, block.span), block.device.stream)
-            moves.append((block, source, block.host))
-        if not moves:
-            return
+        moves: list[tuple[Block, DeviceSlot, HostSlot]] = []
         try:
-            ticket = self._engine.offload([(source, destination) for _, source, destination in moves])
+            for block, slot in self._find_room([block for block in blocks if self._can_leave(block)]):
+                moves.append((block, self._source(block), slot))
+            if not moves:
+                return
+            ticket = self._engine.offload([(source, slot) for _, source, slot in moves])
         except BaseException:
             self._engine.synchronize()  # some of them may have been started
-            for block, _, slot in moves:
+            for _, _, slot in moves:
                 self._host.release(slot, None)
-                block.host = None
-                block.place = Place.DEVICE
             raise
-        for block, _, _ in moves:
+        for block, _, slot in moves:
+            block.host = slot
+            block.place = Place.LEAVING
             block.ticket = ticket
             block.offloaded = True
             self._counters.offloaded.add(block.nbytes)
@@ -169,6 +158,38 @@ class BlockStore:
         block.place = Place.GONE
         del self._blocks[block.key]
 
+    def _can_leave(self, block: Block) -> bool:
+        return (
+            block.place is Place.DEVICE
+            and block.device is not None
+            and block.unchanged()
+            and not stays(block.device.tensor.untyped_storage())
+            and self._device.plain_layout(block.device.tensor)
+        )
+
+    def _source(self, block: Block) -> DeviceSlot:
+        slot = block.device
+        if slot is None:
+            raise RuntimeError(f"block {block.key} is not on the device")
+        # What was away once lies in memory of its own, of which the span says nothing.
+        return slot if block.left else DeviceSlot(flat(slot.tensor, block.span), slot.stream)
+
+    def _find_room(self, blocks: Sequence[Block]) -> Iterator[tuple[Block, HostSlot]]:
+        """Blocks with the host slots they are to have. Small ones share a lease; who finds no room is left out."""
+        for group in _groups(blocks):
+            try:
+                yield from zip(group, self._reserve(group), strict=True)
+            except TierFull as error:
+                if len(group) == 1:
+                    self._keep(group[0], error)
+                else:
+                    for block in group:
+                        yield from self._find_room([block])
+
+    def _reserve(self, blocks: Sequence[Block]) -> list[HostSlot]:
+        wanted = [(block.nbytes, block.dtype) for block in blocks]
+        return self._host.reserve(wanted, waiting=self._waiting_for_room)
+
     @contextlib.contextmanager
     def _waiting_for_room(self) -> Iterator[None]:
         self._counters.host_waits += 1
@@ -221,3 +242,20 @@ class BlockStore:
         block.versions.clear()
         if self._by_span.get(block.span) is block:
             del self._by_span[block.span]
+
+
+# Blocks that leave together come back at about the same time. Above this size a block is worth a region of its own.
+_LEASE_BYTES = 64 << 20
+
+
+def _groups(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    group: list[Block] = []
+    nbytes = 0
+    for block in blocks:
+        if group and nbytes + block.nbytes > _LEASE_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(block)
+        nbytes += block.nbytes
+    if group:
+        yield group

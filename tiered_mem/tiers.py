@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from .allocators import OutOfHostMemory, PoolStats, Region, SlabPool
+from .allocators import ALIGNMENT, OutOfHostMemory, PoolStats, Region, SlabPool
 from .device import Device, Event, Stream
 from .errors import TierFull
 
@@ -25,10 +25,18 @@ class DeviceSlot:
 
 @dataclass(slots=True, eq=False)
 class HostSlot:
-    """Host bytes as a 1-dimensional tensor over a region of the pool."""
+    """Host bytes as a 1-dimensional tensor over a part of a lease."""
 
     tensor: torch.Tensor
+    lease: Lease
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A region of the pool, and how many slots in it are in use."""
+
     region: Region
+    slots: int
 
 
 def bytes_of(region: Region) -> torch.Tensor:
@@ -77,21 +85,26 @@ class HostTier:
         self._slots = 0
 
     def reserve(
-        self, nbytes: int, dtype: torch.dtype, *, waiting: Callable[[], AbstractContextManager[None]]
-    ) -> HostSlot:
-        """Raises TierFull where even the slots that are about to be free would not make room.
+        self, wanted: Sequence[tuple[int, torch.dtype]], *, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> list[HostSlot]:
+        """A slot for each of a number of bytes, next to each other: memory that is free again when all are back.
+
+        Raises TierFull where even the slots that are about to be free would not make room.
 
         waiting: entered each time the host has to wait for a copy to end before there is room.
         """
         self.collect()
+        nbytes = sum(map(_aligned, (size for size, _ in wanted)))
         while True:
             try:
-                return self._slot(self._pool.allocate(nbytes), dtype)
+                return self._slots_in(self._pool.allocate(nbytes), wanted)
             except OutOfHostMemory as error:
-                if not self._returning:
+                never = error.limit is not None and error.needed > error.limit
+                if never or not self._returning:
                     raise self._full(error) from error
             with waiting():
-                self._take_back()
+                self._returning[0][1].synchronize()
+            self.collect()
 
     def release(self, slot: HostSlot, event: Event | None) -> None:
         """Gives a slot back; `event` is the end of the last copy that uses it, None if there is none."""
@@ -102,8 +115,14 @@ class HostTier:
 
     def collect(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
-        while self._returning and self._returning[0][1].query():
-            self._take_back()
+        passed = None
+        while self._returning:
+            slot, event = self._returning[0]
+            if event is not passed and not event.query():
+                return
+            passed = event
+            self._returning.popleft()
+            self._free(slot)
 
     @property
     def slots(self) -> int:
@@ -116,29 +135,36 @@ class HostTier:
     def close(self) -> None:
         """Waits for the copies that still use slots and frees the memory. Raises RuntimeError on live slots."""
         while self._returning:
-            self._take_back()
+            self._returning[0][1].synchronize()
+            self.collect()
         self._slabs.clear()
         self._pool.close()
 
-    def _take_back(self) -> None:
-        slot, event = self._returning.popleft()
-        event.synchronize()
-        self._free(slot)
-
     def _free(self, slot: HostSlot) -> None:
         self._slots -= 1
-        self._pool.deallocate(slot.region)
+        slot.lease.slots -= 1
+        if slot.lease.slots == 0:
+            self._pool.deallocate(slot.lease.region)
 
-    def _slot(self, region: Region, dtype: torch.dtype) -> HostSlot:
+    def _slots_in(self, region: Region, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         slab = self._pool.slab(region)
+        lease = Lease(region, len(wanted))
+        self._slots += len(wanted)
+        slots = []
+        start = region.ptr - slab.ptr
+        for nbytes, dtype in wanted:
+            first = start // dtype.itemsize
+            slots.append(HostSlot(self._slab(slab, dtype)[first : first + nbytes // dtype.itemsize], lease))
+            start += _aligned(nbytes)
+        return slots
+
+    def _slab(self, slab: Region, dtype: torch.dtype) -> torch.Tensor:
+        """One storage for the whole slab: torch looks at where a storage starts to tell whether it is pinned."""
         whole = self._slabs.get((slab.ptr, dtype))
-        if whole is None or whole.nbytes < slab.nbytes // dtype.itemsize * dtype.itemsize:
-            # torch looks at the start of a storage to tell whether it is pinned, so there is one for each slab.
-            whole = bytes_of(slab)[: slab.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-            self._slabs[slab.ptr, dtype] = whole
-        self._slots += 1
-        start = (region.ptr - slab.ptr) // dtype.itemsize
-        return HostSlot(whole[start : start + region.nbytes // dtype.itemsize], region)
+        nbytes = slab.nbytes // dtype.itemsize * dtype.itemsize
+        if whole is None or whole.nbytes < nbytes:
+            whole = self._slabs[slab.ptr, dtype] = bytes_of(slab)[:nbytes].view(dtype)
+        return whole
 
     def _full(self, error: OutOfHostMemory) -> TierFull:
         limit = error.used if error.limit is None else error.limit
@@ -151,3 +177,7 @@ class HostTier:
             limit=limit,
             advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
         )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -111,7 +111,7 @@ def _groups(
 ) -> Iterator[Sequence[tuple[HostSlot, DeviceSlot, Ticket | None]]]:
     first, nbytes = 0, 0
     for end, (source, _, _) in enumerate(moves, start=1):
-        nbytes += source.region.nbytes
+        nbytes += source.tensor.nbytes
         if nbytes >= _GROUP_BYTES or end == len(moves):
             yield moves[first:end]
             first, nbytes = end, 0
