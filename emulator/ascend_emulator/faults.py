@@ -14,6 +14,8 @@ FUNCTIONS = (
     "aclrtHostRegister",
     "aclrtMemcpy",
     "aclrtMemcpyAsync",
+    "aclrtMemcpyBatch",
+    "aclrtMemcpyBatchAsync",
     "aclrtCreateStream",
     "aclrtCreateEvent",
 )

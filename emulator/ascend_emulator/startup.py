@@ -45,7 +45,7 @@ def start(
     host_bytes: the most host memory that can be pinned; None sets no limit.
     devices: how many there are, 1 to 16.
     stack: "old" reports a driver and CANN with which torch_npu does not recognise host memory that others
-        pinned; "current" one with which it does (driver 25.5, CANN 8.5 and newer).
+        pinned, and that lack aclrtMemcpyBatchAsync; "current" those with which it does (driver 25.5, CANN 8.5).
     schedule: "eager" runs what is queued as soon as it can, "late" when somebody waits for it, "random" in an order
         that is drawn from `seed`, an int of at least 0.
     races: whether unordered uses of the same memory are looked for.

@@ -1,4 +1,6 @@
 // Copies and fills, on a stream or at once, at the speed of the link they cross.
+#include "copy.h"
+
 #include "detector.h"
 #include "fault.h"
 #include "link.h"
@@ -81,43 +83,53 @@ aclError use_after_free(const char* function) {
 }
 
 }  // namespace
-}  // namespace emulator
 
-using namespace emulator;
-
-ACL_EXPORT aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t nbytes, aclrtMemcpyKind) {
-  if (const aclError code = fault("aclrtMemcpy"); code != ACL_SUCCESS) return code;
-  if (nbytes > room) return too_small("aclrtMemcpy");
+aclError copy_now(const char* function, void* to, size_t room, const void* from, size_t nbytes) {
+  if (nbytes > room) return too_small(function);
   const Copy copy = plan(to, from);
-  if (copy.freed()) return use_after_free("aclrtMemcpy");
+  if (copy.freed()) return use_after_free(function);
   if (Detector::on()) {
     Detector& detector = Detector::get();
     const int site = detector.site();
     for (const Range& range : watched(copy.from, from, nbytes)) {
-      detector.host_uses("aclrtMemcpy", range, Touch::read, site);
+      detector.host_uses(function, range, Touch::read, site);
     }
     for (const Range& range : watched(copy.to, to, nbytes)) {
-      detector.host_uses("aclrtMemcpy", range, Touch::write, site);
+      detector.host_uses(function, range, Touch::write, site);
     }
   }
   copy.link->move(to, from, nbytes);
   return ACL_SUCCESS;
 }
 
-ACL_EXPORT aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t nbytes, aclrtMemcpyKind,
-                                     aclrtStream stream) {
-  if (const aclError code = fault("aclrtMemcpyAsync"); code != ACL_SUCCESS) return code;
-  if (nbytes > room) return too_small("aclrtMemcpyAsync");
+aclError copy_on_stream(const char* function, void* to, size_t room, const void* from, size_t nbytes,
+                        aclrtStream stream) {
+  if (nbytes > room) return too_small(function);
   const Copy copy = plan(to, from);
-  if (copy.freed()) return use_after_free("aclrtMemcpyAsync");
+  if (copy.freed()) return use_after_free(function);
   if (std::strcmp(copy.name, "copy_h2h") == 0) {
-    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtMemcpyAsync: host to host is not supported");
+    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, std::string(function) + ": host to host is not supported");
   }
   const auto move = [=] { copy.link->move(to, from, nbytes); };
   const aclError code =
       submit(stream, {copy.name, watched(copy.from, from, nbytes), watched(copy.to, to, nbytes), move});
   // CANN returns from an asynchronous copy of pageable memory only when it is done.
   return code == ACL_SUCCESS && copy.pageable() ? aclrtSynchronizeStream(stream) : code;
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+ACL_EXPORT aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t nbytes, aclrtMemcpyKind) {
+  const aclError code = fault("aclrtMemcpy");
+  return code == ACL_SUCCESS ? copy_now("aclrtMemcpy", to, room, from, nbytes) : code;
+}
+
+ACL_EXPORT aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t nbytes, aclrtMemcpyKind,
+                                     aclrtStream stream) {
+  const aclError code = fault("aclrtMemcpyAsync");
+  return code == ACL_SUCCESS ? copy_on_stream("aclrtMemcpyAsync", to, room, from, nbytes, stream) : code;
 }
 
 ACL_EXPORT aclError aclrtMemset(void* to, size_t room, int32_t value, size_t nbytes) {

@@ -15,6 +15,8 @@ const std::map<std::string, aclError> kCodes{
     {"aclrtHostRegister", ACL_ERROR_RT_MEMORY_ALLOCATION},
     {"aclrtMemcpy", ACL_ERROR_RT_INTERNAL_ERROR},
     {"aclrtMemcpyAsync", ACL_ERROR_RT_INTERNAL_ERROR},
+    {"aclrtMemcpyBatch", ACL_ERROR_RT_INTERNAL_ERROR},
+    {"aclrtMemcpyBatchAsync", ACL_ERROR_RT_INTERNAL_ERROR},
     {"aclrtCreateStream", ACL_ERROR_RT_NO_STREAM_RESOURCE},
     {"aclrtCreateEvent", ACL_ERROR_RT_NO_EVENT_RESOURCE},
 };

@@ -163,7 +163,7 @@ aclError Memory::register_host(void* pointer, size_t nbytes) {
   }
   std::lock_guard lock(mutex_);
   const auto next = host_.upper_bound(start);
-  if (covers(host_, pointer) || (next != host_.end() && next->first - start < nbytes)) {
+  if (at(host_, pointer) || (next != host_.end() && next->first - start < nbytes)) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: a part of it is pinned already");
   }
   if (const aclError code = refuse_beyond_host_limit("aclrtHostRegister", nbytes); code != ACL_SUCCESS) return code;
@@ -185,18 +185,25 @@ aclError Memory::unregister_host(void* pointer) {
   return ACL_SUCCESS;
 }
 
-bool Memory::covers(const Extents& extents, const void* pointer) {
+const Memory::Extent* Memory::at(const Extents& extents, const void* pointer) {
   auto next = extents.upper_bound(address(pointer));
-  if (next == extents.begin()) return false;
+  if (next == extents.begin()) return nullptr;
   --next;
-  return address(pointer) < next->first + next->second.nbytes;
+  return address(pointer) < next->first + next->second.nbytes ? &next->second : nullptr;
 }
 
 Place Memory::place_of(const void* pointer) {
   std::lock_guard lock(mutex_);
-  if (covers(device_, pointer)) return Place::device;
-  if (covers(host_, pointer)) return Place::pinned;
-  return covers(graves_, pointer) ? Place::freed : Place::pageable;
+  if (at(device_, pointer)) return Place::device;
+  if (at(host_, pointer)) return Place::pinned;
+  return at(graves_, pointer) ? Place::freed : Place::pageable;
+}
+
+std::optional<int> Memory::device_of(const void* pointer) {
+  std::lock_guard lock(mutex_);
+  const Extent* extent = at(device_, pointer);
+  if (extent == nullptr) return std::nullopt;
+  return extent->device;
 }
 
 std::pair<size_t, size_t> Memory::free_and_total() {
@@ -247,6 +254,7 @@ ACL_EXPORT aclError aclrtHostUnregister(void* pointer) { return Memory::get().un
 
 ACL_EXPORT aclError aclrtPointerGetAttributes(const void* pointer, aclrtPtrAttributes* attributes) {
   std::memset(attributes, 0, sizeof *attributes);
+  attributes->location.id = Memory::get().device_of(pointer).value_or(0);
   switch (Memory::get().place_of(pointer)) {
     case Place::device: attributes->location.type = ACL_MEM_LOCATION_TYPE_DEVICE; break;
     case Place::pinned: attributes->location.type = ACL_MEM_LOCATION_TYPE_HOST; break;

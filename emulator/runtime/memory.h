@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,7 @@ class Memory {
   aclError unregister_host(void* pointer);
 
   Place place_of(const void* pointer);
+  std::optional<int> device_of(const void* pointer);  // nothing for what is not device memory
   std::pair<size_t, size_t> free_and_total();
 
  private:
@@ -36,7 +38,8 @@ class Memory {
   using Extents = std::map<uintptr_t, Extent>;
   static constexpr int kNone = -1;
 
-  static bool covers(const Extents& extents, const void* pointer);
+  // The extent that the address lies in; null where there is none.
+  static const Extent* at(const Extents& extents, const void* pointer);
   aclError refuse_beyond_host_limit(const char* function, size_t nbytes);
   void bury(void* pointer, size_t nbytes);
   void seal_idle_graves();

@@ -30,9 +30,14 @@ bool gives_a_view(const c10::FunctionSchema& schema) {
   });
 }
 
+bool is_on_a_device(const at::Tensor& tensor) { return tensor.defined() && !tensor.is_cpu(); }
+
 // What an operator does that has a tensor on a device, the runtime sees.
 bool is_of_the_host(const c10::IValue& value) {
-  return !value.isTensor() || !value.toTensor().defined() || value.toTensor().is_cpu();
+  if (value.isTensor()) return !is_on_a_device(value.toTensor());
+  if (!value.isTensorList()) return true;
+  const std::vector<at::Tensor> tensors = value.toTensorVector();
+  return std::none_of(tensors.begin(), tensors.end(), is_on_a_device);
 }
 
 void note(const char* name, const at::Tensor& tensor, bool written) {

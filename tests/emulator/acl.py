@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 H2D, D2H, D2D = 1, 2, 3  # aclrtMemcpyKind
@@ -21,6 +21,52 @@ class Attributes(ctypes.Structure):
     )
 
 
+class Location(ctypes.Structure):
+    """aclrtMemLocation."""
+
+    _fields_ = (("device", ctypes.c_uint32), ("kind", ctypes.c_int))
+
+
+class BatchAttributes(ctypes.Structure):
+    """aclrtMemcpyBatchAttr."""
+
+    _fields_ = (("destination", Location), ("source", Location), ("reserved", ctypes.c_uint8 * 16))
+
+
+TO_DEVICE = BatchAttributes(Location(0, DEVICE), Location(0, PINNED))
+TO_HOST = BatchAttributes(Location(0, PINNED), Location(0, DEVICE))
+
+
+class Batch:
+    """The arguments of aclrtMemcpyBatch for pairs of (destination, source, nbytes).
+
+    attributes[k] is that of the pairs from first[k] on.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[int, int, int]],
+        attributes: Sequence[BatchAttributes] = (TO_DEVICE,),
+        first: Sequence[int] = (0,),
+    ) -> None:
+        def array(values: Sequence[int]) -> ctypes.Array[ctypes.c_size_t]:
+            return (ctypes.c_size_t * len(values))(*values)
+
+        destinations, sources, sizes = (array([pair[i] for pair in pairs]) for i in range(3))
+        self.room = array(list(sizes))
+        self._failed = ctypes.c_size_t(0)
+        attribute_array = (BatchAttributes * len(attributes))(*attributes)
+        self.arguments = (
+            *(destinations, self.room, sources, sizes, len(pairs)),
+            *(attribute_array, array(first), len(attributes), ctypes.byref(self._failed)),
+        )
+
+    @property
+    def failed(self) -> int | None:
+        """The pair that failed; None where the call says that none did."""
+        return None if self._failed.value == 2**64 - 1 else self._failed.value
+
+
 class Acl:
     """Pointers and handles are ints here; each is passed as 64 bits, which C takes for a narrower one too."""
 
@@ -28,13 +74,13 @@ class Acl:
         self._library = ctypes.CDLL("libascendcl.so")
         self._library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
-    def call(self, function: str, *arguments: int | ctypes._CArgObject) -> int:
+    def call(self, function: str, *arguments: object) -> int:
         """Returns the ACL code."""
         passed = [ctypes.c_size_t(each) if isinstance(each, int) else each for each in arguments]
         code: int = getattr(self._library, function)(*passed)
         return code
 
-    def check(self, function: str, *arguments: int | ctypes._CArgObject) -> None:
+    def check(self, function: str, *arguments: object) -> None:
         code = self.call(function, *arguments)
         assert code == 0, f"{function}: {code}, {self.message()}"
 

@@ -10,7 +10,7 @@ import ascend_emulator
 import pytest
 from ascend_emulator import EmulatorError, Fault
 
-from tests.emulator.acl import H2D, Acl
+from tests.emulator.acl import H2D, Acl, Batch
 from tests.emulator.launch import EMULATOR, run, write_script
 
 NO_MEMORY, NO_EVENT, NO_STREAM, INTERNAL, LOST = 207001, 207007, 207008, 507000, 507010
@@ -111,6 +111,16 @@ def copying(function: str, *more: int) -> Callable[[Acl], int]:
     return call
 
 
+def copying_a_batch(function: str, *more: int) -> Callable[[Acl], int]:
+    def call(acl: Acl) -> int:
+        with acl.buffers(NBYTES) as (device, host):
+            code = acl.call(function, *Batch([(device, host, 64), (device + 64, host + 64, 64)]).arguments, *more)
+            acl.check("aclrtSynchronizeStream", 0)
+        return code
+
+    return call
+
+
 # The function that is told to fail, what is called, and CANN's code.
 CALLS = {
     "aclrtMalloc": ("aclrtMalloc", making("aclrtMalloc", "aclrtFree", NBYTES, 0), NO_MEMORY),
@@ -124,6 +134,8 @@ CALLS = {
     "aclrtHostRegisterV2": ("aclrtHostRegister", register_host, NO_MEMORY),
     "aclrtMemcpy": ("aclrtMemcpy", copying("aclrtMemcpy"), INTERNAL),
     "aclrtMemcpyAsync": ("aclrtMemcpyAsync", copying("aclrtMemcpyAsync", 0), INTERNAL),
+    "aclrtMemcpyBatch": ("aclrtMemcpyBatch", copying_a_batch("aclrtMemcpyBatch"), INTERNAL),
+    "aclrtMemcpyBatchAsync": ("aclrtMemcpyBatchAsync", copying_a_batch("aclrtMemcpyBatchAsync", 0), INTERNAL),
     "aclrtCreateStream": ("aclrtCreateStream", making("aclrtCreateStream", "aclrtDestroyStream"), NO_STREAM),
     "aclrtCreateStreamWithConfig": (
         "aclrtCreateStream",

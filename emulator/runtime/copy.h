@@ -1,0 +1,14 @@
+// One copy between any two places. `function` is what was called, for messages; `room` is what the destination has.
+#pragma once
+
+#include "operation.h"
+
+namespace emulator {
+
+aclError copy_now(const char* function, void* to, size_t room, const void* from, size_t nbytes);
+
+// On a stream, and so at once only for pageable memory.
+aclError copy_on_stream(const char* function, void* to, size_t room, const void* from, size_t nbytes,
+                        aclrtStream stream);
+
+}  // namespace emulator
