@@ -60,6 +60,18 @@ class Device:
     def new_stream(self) -> Stream:
         return cast(Stream, torch.Stream(self.torch_device)) if self._module else _INLINE
 
+    def generic(self, stream: torch.Stream) -> Stream:
+        """A stream that the caller has, as one of torch's generic ones.
+
+        torch.npu.Stream makes events that a generic stream does not wait for, and says nothing.
+        """
+        if self._module is None:
+            return _INLINE
+        same = torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        return cast(Stream, same)
+
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Work issued inside goes to `stream`."""
         return stream if isinstance(stream, torch.Stream) else contextlib.nullcontext()

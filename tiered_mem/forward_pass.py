@@ -35,7 +35,7 @@ class ForwardPass:
         self._inputs: dict[int, int] = {}
         self._strays: dict[int, list[weakref.ref[StrayTensor]]] = {}
         self._backward_of: int | None = None
-        self.keys: list[list[int]] = []
+        self.keys: list[dict[int, None]] = []
         self.graph = manager.new_graph()
         manager.notify(ForwardBegin(self.graph, num_layers))
 
@@ -59,7 +59,7 @@ class ForwardPass:
         inputs: what it is called with. They are its own too, even where a checkpoint around it saves them.
         """
         layer = self._layer = len(self.keys)
-        self.keys.append([])
+        self.keys.append({})
         self._manager.notify(LayerBegin(self.graph, layer))
         self._inputs = {tensor.untyped_storage()._cdata: layer for tensor in inputs if type(tensor) is torch.Tensor}
         if self._strays:
@@ -120,7 +120,7 @@ class ForwardPass:
             self._strays.setdefault(storage._cdata, []).append(weakref.ref(stray))
             return stray
         block, view = self._manager.save(tensor, self.graph, layer)
-        self.keys[layer].append(block.key)
+        self.keys[layer][block.key] = None
         return SavedTensor(self._manager, block, view, layer)
 
     def _claim_strays(self, layer: int) -> None:
@@ -129,7 +129,7 @@ class ForwardPass:
                 stray = reference()
                 block = None if stray is None else stray.move(self._manager, self.graph, layer)
                 if block is not None:
-                    self.keys[layer].append(block.key)
+                    self.keys[layer][block.key] = None
 
 
 def is_packing() -> bool:

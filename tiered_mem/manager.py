@@ -9,13 +9,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import cast
 
 import torch
 
 from .block import Block, View
 from .context import OffloadContext
-from .device import Device, Stream
+from .device import Device
 from .errors import Closed, PolicyError
 from .host_limit import host_limit
 from .layer_context import LayerContext, LayerSequence
@@ -75,7 +74,8 @@ class TieringManager:
         self._host = HostTier(host_pool(self.device, capacity))
         self._trace = Trace(self.device) if trace else None
         self._backward = -1
-        self._engine = TransferEngine(self.device, cast(Stream | None, transfer_stream), self._trace)
+        stream = None if transfer_stream is None else self.device.generic(transfer_stream)
+        self._engine = TransferEngine(self.device, stream, self._trace)
         self._counters = Counters()
         self._store = BlockStore(DeviceTier(self.device), self._host, self._engine, self._counters, self._trace)
         self._graphs = itertools.count()
@@ -84,7 +84,7 @@ class TieringManager:
         # of the code that holds the lock, so that its block is only put on this list, for whoever has the lock.
         self._lock = threading.Lock()
         self._let_go: deque[Block] = deque()
-        weakref.finalize(self, self._host.close).atexit = False
+        weakref.finalize(self, _abandon, self._engine, self._host).atexit = False
 
     def offload_context(
         self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str = 1 << 20
@@ -267,14 +267,21 @@ class TieringManager:
             alike = list(group)
             if kind not in (Offload, Release, Reload):
                 raise PolicyError(f"{type(self._policy).__name__} answered {alike[0]!r}, which is not an action")
-            # Advice about a block that is gone by now is passed over.
-            blocks = [block for action in alike if (block := self._store.find(action.key)) is not None]
+            # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
+            keys = dict.fromkeys(action.key for action in alike)
+            blocks = [block for key in keys if (block := self._store.find(key)) is not None]
             if kind is Offload:
                 self._store.offload(blocks)
             elif kind is Release:
                 self._store.release(blocks)
             else:
                 self._store.reload_early(blocks)
+
+
+def _abandon(engine: TransferEngine, host: HostTier) -> None:
+    """Whoever could still use a block has a reference to the manager, and there is none."""
+    engine.synchronize()
+    host.abandon()
 
 
 class _Exclusive:

@@ -95,7 +95,7 @@ def _is_cast_of_weight(tensor: torch.Tensor) -> bool:
 
 
 def _in_autocast() -> bool:
-    # Where tensors are saved, inside an operation that autocast has taken over, torch.is_autocast_enabled() says no.
+    # Where tensors are saved, inside an operation that autocast took over, torch.is_autocast_enabled() says no.
     # The depth of the nesting tells.
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()

@@ -27,19 +27,26 @@ def take_apart(tensor: torch.Tensor) -> tuple[Parts, Rebuild] | None:
 
 
 def plain_tensors(thing: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor, or a storage class of Transformer Engine's, consists of; itself if plain."""
-    if hasattr(thing, "get_data_tensors"):
-        parts = thing.get_data_tensors()
+    """The plain tensors that a tensor, or a storage class of Transformer Engine's, consists of; itself if plain.
+
+    None has none. Raises TypeError for anything else.
+    """
+    parts: Parts
+    if thing is None:
+        return
+    if hasattr(type(thing), "prepare_for_saving"):
+        # It takes the parts out of the object, and they are to stay there.
+        parts, emptied = thing.prepare_for_saving()
+        emptied.restore_from_saved(list(parts))
     elif hasattr(type(thing), "__tensor_flatten__"):
         parts = [getattr(thing, name) for name in thing.__tensor_flatten__()[0]]
     elif isinstance(thing, torch.Tensor):
         yield thing
         return
     else:
-        raise TypeError(f"{thing!r} is no tensor and has no get_data_tensors()")
-    for part in parts if isinstance(parts, (tuple, list)) else (parts,):
-        if part is not None:
-            yield from plain_tensors(part)
+        raise TypeError(f"{thing!r} is no tensor, and does not say of which it consists")
+    for part in parts:
+        yield from plain_tensors(part)
 
 
 def _by_transformer_engine(tensor: Any) -> tuple[Parts, Rebuild]:

@@ -82,6 +82,7 @@ class HostTier:
         self._pool = pool
         self._slabs: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._returning: deque[tuple[HostSlot, Event]] = deque()
+        self._leases: set[Lease] = set()
         self._slots = 0
 
     def reserve(
@@ -140,15 +141,29 @@ class HostTier:
         self._slabs.clear()
         self._pool.close()
 
+    def abandon(self) -> None:
+        """Frees the memory whatever slots are in use. For when nobody can use them any more, and no copy does."""
+        self._returning.clear()
+        for lease in self._leases:
+            self._pool.deallocate(lease.region)
+        self._leases.clear()
+        self._slots = 0
+        self.close()
+
     def _free(self, slot: HostSlot) -> None:
+        lease = slot.lease
+        if lease not in self._leases:
+            return  # abandoned
         self._slots -= 1
-        slot.lease.slots -= 1
-        if slot.lease.slots == 0:
-            self._pool.deallocate(slot.lease.region)
+        lease.slots -= 1
+        if lease.slots == 0:
+            self._leases.remove(lease)
+            self._pool.deallocate(lease.region)
 
     def _slots_in(self, region: Region, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         slab = self._pool.slab(region)
         lease = Lease(region, len(wanted))
+        self._leases.add(lease)
         self._slots += len(wanted)
         slots = []
         start = region.ptr - slab.ptr

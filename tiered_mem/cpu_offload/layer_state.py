@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +36,7 @@ class OffloadableLayerState:
     offload_stream: for the copies in both directions; its device is the tensors'.
     retain_pinned_cpu_buffers: host memory is kept in a pool and used again in any case.
     host_bytes: as for TieringManager.
+    manager: one that several states share, with a ManualPolicy, in place of one of its own; it has its own stream.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class OffloadableLayerState:
         retain_pinned_cpu_buffers: bool = False,
         *,
         host_bytes: int | str | None = None,
+        manager: TieringManager | None = None,
     ) -> None:
-        self.manager = TieringManager(
+        self.manager = manager or TieringManager(
             policy=ManualPolicy(),
             device=device_of(offload_stream),
             host_bytes=host_bytes,
@@ -97,8 +100,8 @@ class OffloadableLayerState:
         """The size in MiB of what was offloaded and not let go of since; it may be back on the device."""
         return self.manager.offloaded_bytes(self._keys()) / (1 << 20)
 
-    def _keys(self) -> list[int]:
-        return self._forward.keys[0] if self._forward is not None else []
+    def _keys(self) -> Iterable[int]:
+        return self._forward.keys[0] if self._forward is not None else ()
 
 
 class LayerMoves:
@@ -130,10 +133,11 @@ class LayerMoves:
 
 
 class PushedTensors:
-    """Saved tensors under numbers, which are never used twice."""
+    """Saved tensors under numbers, which are never used twice, here or elsewhere."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        # So that another one's number is an error here, and not another tensor.
+        self._numbers = itertools.count(secrets.randbits(60))
         self._saved: dict[int, dict[int, SavedTensor]] = {}
 
     def push(self, forward: ForwardPass, layer: int, tensor: torch.Tensor) -> Pushed:
@@ -151,7 +155,7 @@ class PushedTensors:
         return number
 
     def pop(self, pushed: Pushed) -> torch.Tensor:
-        """Raises RuntimeError for a number that was dropped."""
+        """Raises RuntimeError for a number that was dropped, or is another's."""
         if isinstance(pushed, torch.Tensor):
             return pushed
         if isinstance(pushed, tuple):

@@ -13,7 +13,8 @@ def mark_not_offload(*tensors: Any) -> None:
     """These tensors stay on the device, with all that shares their memory, for as long as that memory lives.
 
     A tensor that was saved already stays too, unless its copy has begun. Of tensors made of parts, all parts stay.
-    Takes tensors, what has get_data_tensors(), and None, which is passed over; TypeError for anything else.
+    Takes tensors, Transformer Engine's storage classes, and None, which is passed over. TypeError for anything
+    else.
     """
     for tensor in tensors:
         for part in plain_tensors(tensor):
