@@ -105,7 +105,7 @@ def table(plain: list[int], offloaded: list[int]) -> Table:
 
 def drawn_schedule() -> str:
     """Where each microbatch's activations are at each moment."""
-    rows = ["   " + " ".join(ORDER) + "    # on the device, > leaving, . on the host, < coming back"]
+    rows = ["microbatches: # on the device, > leaving, . on the host, < coming back", "   " + " ".join(ORDER)]
     for number in range(1 + max(SCHEDULE)):
         rows.append(f"{number:>2} " + "  ".join(_place(number, step) for step in range(len(ORDER))).rstrip())
     return "\n".join(rows)

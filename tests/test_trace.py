@@ -435,7 +435,7 @@ def test_the_summary_is_for_people() -> None:
         ("offload copies", "none"),
         ("reload copies", "none"),
         ("compute waited for them", "never"),
-        ("host waited for room", "0 times, 0.0 ms"),
+        ("host waited for room", "0.0 ms"),
     ]
     stalls = (
         Stall("release", 7, False, 1.2e-3),
@@ -451,5 +451,5 @@ def test_the_summary_is_for_people() -> None:
             "compute waited for them",
             "1.8 ms: 1.2 ms release in forward 7, 0.4 ms reload in backward 0, 0.1 ms release in no layer",
         ),
-        ("host waited for room", "2 times, 12.0 s"),
+        ("host waited for room", "12.0 s"),
     ]

@@ -79,7 +79,7 @@ def summary(device: str, stats: Mapping[str, int | str], overlap: Sequence[tuple
         label = "kept, host tier full" if name == "kept" else name
         rows.append((label, f"{stats[f'{name}.blocks.total']} blocks, {size(f'{name}.bytes.total')}"))
     rows.append(("reloads on demand", str(stats["reloads_on_demand.total"])))
-    rows.append(("waits for host room", str(stats["host.waits.total"])))
+    rows.append(("host waits for room", str(stats["host.waits.total"])))
     rows += overlap
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
