@@ -38,6 +38,12 @@ class Stack(nn.Module):
         return x.pow(2).mean()
 
 
+def small_stack(layers: int, device: str) -> tuple[Stack, torch.Tensor]:
+    """A model of width 16 and an input that wants a gradient, the same at each call."""
+    torch.manual_seed(0)
+    return Stack(layers, 16).to(device), torch.randn(32, 16).to(device).requires_grad_()
+
+
 def stack(layers: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[Stack, torch.Tensor]:
     """A model and an input for it, the same at each call."""
     torch.manual_seed(0)
@@ -50,6 +56,26 @@ def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return gradients
+
+
+def backward(loss: torch.Tensor, *owners: nn.Module | torch.Tensor) -> list[torch.Tensor]:
+    """Runs backward. The gradients of the modules' parameters and of the tensors; afterwards they have none."""
+    loss.backward()
+    return gradients_of(*owners)
+
+
+def gradients_of(*owners: nn.Module | torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of the modules' parameters and of the tensors, on the CPU; afterwards they have none."""
+    leaves = [leaf for o in owners for leaf in (o.parameters() if isinstance(o, nn.Module) else (o,))]
+    gradients = [torch.empty(0) if leaf.grad is None else leaf.grad.cpu() for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return gradients
+
+
+def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether both hold the same bits. A list without any gradient is equal to none."""
+    return any(t.numel() for t in some) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .forward_pass import ForwardPass
+from .forward_pass import ForwardPass, untraced
 from .movable import Movable
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class _Entered:
         return self._forward.layers
 
     def _mark(self, layer: torch.nn.Module) -> tuple[Any, Any]:
-        begin = layer.register_forward_pre_hook(self._begin, with_kwargs=True)
-        return begin, layer.register_forward_hook(self._end, always_call=True)
+        begin = layer.register_forward_pre_hook(untraced(self._begin), with_kwargs=True)
+        return begin, layer.register_forward_hook(untraced(self._end), always_call=True)
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
         self._running.append(self._forward.begin_layer((*inputs, *named.values())))

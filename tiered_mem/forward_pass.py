@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,6 +17,10 @@ from .saved_tensor import Saved, SavedParts, SavedTensor, StrayTensor, keep
 
 if TYPE_CHECKING:
     from .manager import TieringManager
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ForwardPass:
@@ -51,7 +56,7 @@ class ForwardPass:
 
     def hooks(self) -> saved_tensors_hooks:
         """What is saved inside is this pass's."""
-        return saved_tensors_hooks(self.pack, self.unpack)
+        return saved_tensors_hooks(untraced(self.pack), untraced(self.unpack))
 
     def begin_layer(self, inputs: Iterable[object] = ()) -> int:
         """The next layer begins, and has its number. What it saves from now on is its own.
@@ -94,11 +99,10 @@ class ForwardPass:
             if self._movable.large(tensor):
                 return self._pack_large(tensor)
         elif not isinstance(tensor, torch.nn.Parameter) and self._movable.large(tensor):
-            taken_apart = take_apart(tensor)
-            if taken_apart is not None:
-                parts, rebuild = taken_apart
-                saved = [None if part is None else self.pack(part) for part in parts]
-                return SavedParts(saved, rebuild, self._layer)
+            apart = take_apart(tensor)
+            if apart is not None:
+                parts = [None if part is None else self.pack(part) for part in apart.parts]
+                return SavedParts(tensor, apart, parts, self._layer)
         return keep(tensor, self._layer)
 
     def unpack(self, saved: Saved) -> torch.Tensor:
@@ -135,4 +139,16 @@ class ForwardPass:
 def is_packing() -> bool:
     """Whether what this thread saves now goes to a ForwardPass. Autograd knows: the innermost hooks win."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), ForwardPass)
+    if hooks is None:
+        return False
+    pack = getattr(hooks[0], "__wrapped__", hooks[0])  # untraced() may have wrapped it
+    return isinstance(getattr(pack, "__self__", None), ForwardPass)
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which torch.compile then runs as it is and does not trace."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+        return function
+    advice = "tiered_mem moves tensors here: compile the layers, not the model around them, or leave out fullgraph"
+    kept_out: Callable[P, R] = torch.compiler.disable(function, reason=advice)  # type: ignore[no-untyped-call]
+    return kept_out

@@ -60,7 +60,7 @@ class LayerContext(contextlib.ContextDecorator):
         Raises RuntimeError before the first layer.
         """
         if self._last is None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and output.requires_grad:
                 raise RuntimeError("sync comes after the layer: enter the offload context first")
             return output
         forward, layer = self._last

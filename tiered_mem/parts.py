@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +11,20 @@ Parts = Sequence[torch.Tensor | None]
 Rebuild = Callable[[Parts], torch.Tensor]
 
 
-def take_apart(tensor: torch.Tensor) -> tuple[Parts, Rebuild] | None:
-    """The tensors that a wrapper consists of, and what makes such a wrapper of them again; None for other types.
+class Apart(NamedTuple):
+    """The tensors that a wrapper consists of, and what makes such a wrapper of them again.
+
+    handle: a second handle of the wrapper, without its parts. In-place changes of the wrapper are counted there,
+        and not in the parts. None where the type keeps no such count.
+    """
+
+    parts: Parts
+    rebuild: Rebuild
+    handle: torch.Tensor | None
+
+
+def take_apart(tensor: torch.Tensor) -> Apart | None:
+    """What a wrapper consists of; None for other types, and for a wrapper whose parts cannot be taken out of it.
 
     Known are Transformer Engine's protocol (prepare_for_saving and restore_from_saved) and PyTorch's
     (__tensor_flatten__ and __tensor_unflatten__). The wrapper itself is left as it is.
@@ -39,7 +51,7 @@ def plain_tensors(thing: Any) -> Iterator[torch.Tensor]:
         parts, emptied = thing.prepare_for_saving()
         emptied.restore_from_saved(list(parts))
     elif hasattr(type(thing), "__tensor_flatten__"):
-        parts = [getattr(thing, name) for name in thing.__tensor_flatten__()[0]]
+        parts = [part for name in thing.__tensor_flatten__()[0] if _is_tensor(part := getattr(thing, name))]
     elif isinstance(thing, torch.Tensor):
         yield thing
         return
@@ -49,7 +61,7 @@ def plain_tensors(thing: Any) -> Iterator[torch.Tensor]:
         yield from plain_tensors(part)
 
 
-def _by_transformer_engine(tensor: Any) -> tuple[Parts, Rebuild]:
+def _by_transformer_engine(tensor: Any) -> Apart:
     # prepare_for_saving takes the parts out of the object it is called on: here that is a second handle.
     parts, empty = tensor.detach().prepare_for_saving()
 
@@ -59,17 +71,31 @@ def _by_transformer_engine(tensor: Any) -> tuple[Parts, Rebuild]:
         empty.prepare_for_saving()  # or the parts would live as long as the graph
         return filled
 
-    return parts, rebuild
+    return Apart(parts, rebuild, None)
 
 
-def _by_pytorch(tensor: Any) -> tuple[Parts, Rebuild]:
+def _by_pytorch(tensor: Any) -> Apart | None:
     names, context = tensor.__tensor_flatten__()
     kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
+    found = {name: getattr(tensor, name) for name in names}
+    # What is no tensor, as the mesh of a DTensor, is no part: it goes into the new wrapper as it is.
+    others = {name: thing for name, thing in found.items() if not _is_tensor(thing)}
+    parts = {name: thing for name, thing in found.items() if name not in others}
+    handle = tensor.detach()
+    try:
+        for name in parts:
+            setattr(handle, name, None)
+    except AttributeError:
+        return None
+    part_names = list(parts)
 
     def rebuild(parts: Parts) -> torch.Tensor:
-        whole: torch.Tensor = kind.__tensor_unflatten__(
-            dict(zip(names, parts, strict=True)), context, shape, stride
-        )
+        inner = others | dict(zip(part_names, parts, strict=True))
+        whole: torch.Tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
         return whole
 
-    return [getattr(tensor, name) for name in names], rebuild
+    return Apart(list(parts.values()), rebuild, handle)
+
+
+def _is_tensor(thing: object) -> bool:
+    return isinstance(thing, torch.Tensor)

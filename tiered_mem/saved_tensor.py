@@ -9,7 +9,7 @@ import torch
 
 from .block import Block, Origin, View, origin_of
 from .errors import changed_tensor
-from .parts import Rebuild
+from .parts import Apart
 
 if TYPE_CHECKING:
     from .manager import TieringManager
@@ -80,15 +80,20 @@ class StrayTensor:
 class SavedParts:
     """A tensor made of others: each part is saved by itself, and the whole is made of them again."""
 
-    __slots__ = ("_parts", "_rebuild", "layer")
+    __slots__ = ("_handle", "_origin", "_parts", "_rebuild", "_version", "layer")
 
-    def __init__(self, parts: Sequence[Saved | None], rebuild: Rebuild, layer: int | None) -> None:
+    def __init__(self, whole: torch.Tensor, apart: Apart, parts: Sequence[Saved | None], layer: int | None) -> None:
         self._parts = parts
-        self._rebuild = rebuild
+        self._rebuild = apart.rebuild
+        self._handle = apart.handle
+        self._version = whole._version
+        self._origin = origin_of(whole)
         self.layer = layer
 
     def load(self) -> torch.Tensor:
-        """The tensor, of the type it had."""
+        """The tensor, of the type it had. Raises as the others do."""
+        if self._handle is not None and self._handle._version != self._version:
+            raise changed_tensor(self._handle, self._origin, self._version, self._handle._version)
         return self._rebuild([None if part is None else part.load() for part in self._parts])
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import pytest
@@ -42,15 +41,6 @@ class Memory:
         taken = self.used() - before
         del tensors
         return taken
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_gc() -> Iterator[None]:
-    """What was there before the tests is not looked at by each of their collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

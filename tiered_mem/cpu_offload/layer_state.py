@@ -143,10 +143,10 @@ class PushedTensors:
     def push(self, forward: ForwardPass, layer: int, tensor: torch.Tensor) -> Pushed:
         """Saves a tensor for a layer that has begun."""
         if not isinstance(tensor, torch.nn.Parameter) and type(tensor) is not torch.Tensor:
-            taken_apart = take_apart(tensor) if forward.movable.large(tensor) else None
-            if taken_apart is not None:
-                parts, rebuild = taken_apart
-                return [None if part is None else self.push(forward, layer, part) for part in parts], [rebuild]
+            apart = take_apart(tensor) if forward.movable.large(tensor) else None
+            if apart is not None:
+                parts = [None if part is None else self.push(forward, layer, part) for part in apart.parts]
+                return parts, [apart.rebuild]
         saved = forward.pack(tensor)
         if not isinstance(saved, SavedTensor):
             return tensor
