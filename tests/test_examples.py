@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,28 @@ def test_the_demo() -> None:
     printed = run("examples/train_gpt.py", "--steps", "2")
     assert "plain, budget: torch.OutOfMemoryError" in printed
     assert "bit-equal losses and final weights: yes" in printed
+
+
+def test_the_pipeline(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    small = ["--layers", "1", "--width", "64", "--context", "128", "--batch", "16"]
+    printed = run(
+        "--h2d", "1GB/s", "--d2h", "1GB/s", "examples/pipeline_schedule.py", *small, "--trace", str(trace)
+    )
+    assert "gradients of both runs are bit-equal: yes" in printed
+    assert re.search(r"reloads on demand +0\n", printed)
+    assert re.search(r"offload copies .* hidden\n", printed)
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    steps = [name for name in names if name.split()[0] in ("forward", "backward")]
+    order = list("0123041526374567")
+    assert [name.split()[1] for name in steps[-16:]] == order
+
+
+def test_the_hooks_benchmark(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    run("-m", "benchmarks.offload_hooks", *SMALL, "--rounds", "2", "--json", str(figures))
+    assert "bit-equal" in figures.read_text()
+    assert "WRONG" not in figures.read_text()
 
 
 def test_the_overhead_benchmark(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.conftest import Link, MakeManager
 from tests.models import same, stack, take_gradients
 from tiered_mem import DeviceUnavailable, PolicyError, TieringManager
 from tiered_mem.policies import Action, Event, LayerOrderPolicy, Offload, Release, Reload, Saved
@@ -199,3 +203,60 @@ def test_where_pinned_memory_comes_from(stack_version: str, source: str, slab: i
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [f"{source} {slab} True", "True"]
+
+
+def test_a_manager_that_is_forgotten_frees_its_memory_after_the_copies(
+    device: str, link: Link, no_gc: None
+) -> None:
+    model, x = stack(2, device)
+    manager = TieringManager(policy="layer-order", device=device, host_bytes="64MiB")
+    pool = weakref.ref(manager._host._pool)
+    link("50MB/s")
+    with manager.offload_context(model.layers, min_bytes=1024):
+        loss = model(x)
+    del manager, loss  # its copies are under way; if the memory went first, they would write where others are
+    assert pool() is None
+
+
+def test_a_trace_is_asked_for_in_advance(device: str, make_manager: MakeManager, tmp_path: Path) -> None:
+    manager = make_manager()
+    assert "trace=True" in manager.memory_summary()
+    with pytest.raises(RuntimeError, match="trace=True"):
+        manager.export_trace(tmp_path / "trace.json")
+
+
+def test_a_trace_of_a_step(device: str, tmp_path: Path) -> None:
+    model, x = stack(3, device)
+    with TieringManager(policy="layer-order", device=device, host_bytes="64MiB", trace=True) as manager:
+        with manager.offload_context(model.layers, min_bytes=1024):
+            loss = model(x)
+        loss.backward()
+        moved = int(manager.stats()["offloaded.bytes.total"])
+        manager.export_trace(tmp_path / "trace.json")
+        assert "hidden" in manager.memory_summary()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    layers = [f"forward {i}" for i in range(3)] + [f"backward {i}" for i in (2, 1, 0)]
+    assert [span["name"] for span in spans if span["name"] in layers] == layers
+    for direction in ("offload", "reload"):
+        copies = [span for span in spans if span["name"] == direction and "bytes" in span["args"]]
+        assert sum(copy["args"]["bytes"] for copy in copies) == moved > 0
+
+
+def test_the_last_layer_of_a_backward_ends_with_it(device: str, tmp_path: Path) -> None:
+    """What comes after, an optimizer's step perhaps, is no layer's."""
+    model, x = stack(2, device)
+    with TieringManager(policy="layer-order", device=device, host_bytes="64MiB", trace=True) as manager:
+        offload = manager.offload_context(model.layers, min_bytes=1024)
+        for _ in range(2):
+            with offload:
+                loss = model(x)
+            loss.backward()
+            for _ in range(200):
+                x = x * 1
+        manager.export_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {event["name"]: event for event in reversed(events) if event["ph"] == "X"}
+    second = [event for event in events if event["ph"] == "X" and event["name"] == "forward 0"][1]
+    ended = spans["backward 0"]["ts"] + spans["backward 0"]["dur"]
+    assert ended < second["ts"]

@@ -104,8 +104,7 @@ class HostTier:
                 if never or not self._returning:
                     raise self._full(error) from error
             with waiting():
-                self._returning[0][1].synchronize()
-            self.collect()
+                self._wait_for_oldest()
 
     def release(self, slot: HostSlot, event: Event | None) -> None:
         """Gives a slot back; `event` is the end of the last copy that uses it, None if there is none."""
@@ -136,8 +135,7 @@ class HostTier:
     def close(self) -> None:
         """Waits for the copies that still use slots and frees the memory. Raises RuntimeError on live slots."""
         while self._returning:
-            self._returning[0][1].synchronize()
-            self.collect()
+            self._wait_for_oldest()
         self._slabs.clear()
         self._pool.close()
 
@@ -149,6 +147,10 @@ class HostTier:
         self._leases.clear()
         self._slots = 0
         self.close()
+
+    def _wait_for_oldest(self) -> None:
+        self._returning[0][1].synchronize()
+        self.collect()
 
     def _free(self, slot: HostSlot) -> None:
         lease = slot.lease
