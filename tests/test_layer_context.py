@@ -264,11 +264,14 @@ def test_entering_twice_is_refused_and_harmless(device: str, policy: Listening, 
     assert policy.take() == f"{FORWARD} {BACKWARD}"
 
 
+@pytest.mark.parametrize("variable_depth", [True, False])
 @pytest.mark.parametrize("failing", [0, 2, 3])
-def test_an_exception_inside(device: str, policy: Listening, manager: TieringManager, failing: int) -> None:
+def test_an_exception_inside(
+    device: str, policy: Listening, manager: TieringManager, failing: int, variable_depth: bool
+) -> None:
     model, x = small_stack(LAYERS, device)
     expected = plain(model, x)
-    context = manager.layer_context(LAYERS, min_bytes=1)
+    context = manager.layer_context(LAYERS, min_bytes=1, variable_depth=variable_depth)
 
     def fail(module: torch.nn.Module, inputs: object) -> None:
         raise KeyboardInterrupt
