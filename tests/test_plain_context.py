@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,29 @@ def test_what_an_outer_layer_saves_after_an_inner_one_moves_too(device: str, mak
         loss = outer(x).sum()
     # x * scale saves x; tanh and sigmoid save their outputs; tanh's is saved by the second product again.
     assert manager.stats()["offloaded.bytes.total"] == 3 * x.nbytes
+    loss.backward()
+
+
+def test_a_layer_that_never_began_does_not_end_the_one_around_it(device: str, make_manager: MakeManager) -> None:
+    """A hook of the user's raises before ours is reached. What the outer layer saves afterwards is still its own."""
+    x = torch.randn(32, 16).to(device).requires_grad_()
+    inner = nn.Identity()
+
+    def refuse(module: nn.Module, inputs: object) -> None:
+        raise ValueError
+
+    class Catching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(ValueError):
+                inner(x)
+            return (x * 2).tanh()
+
+    inner.register_forward_pre_hook(refuse)
+    outer = Catching()
+    manager = make_manager()
+    with manager.offload_context([outer, inner], min_bytes=x.nbytes):
+        loss = outer(x).sum()
+    assert manager.stats()["offloaded.bytes.total"] == x.nbytes
     loss.backward()
 
 

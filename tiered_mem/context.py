@@ -55,7 +55,7 @@ class _Entered:
 
     def __init__(self, forward: ForwardPass, layers: Sequence[torch.nn.Module]) -> None:
         self._forward = forward
-        self._running: list[int] = []
+        self._running: list[tuple[torch.nn.Module, int]] = []
         self._marks = [mark for layer in dict.fromkeys(layers) for mark in self._mark(layer)]
         self._hooks: saved_tensors_hooks = forward.hooks()
         self._hooks.__enter__()
@@ -73,9 +73,10 @@ class _Entered:
         return begin, layer.register_forward_hook(untraced(self._end), always_call=True)
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
-        self._running.append(self._forward.begin_layer((*inputs, *named.values())))
+        self._running.append((module, self._forward.begin_layer((*inputs, *named.values()))))
 
     def _end(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        if self._running:
-            self._forward.end_layer(self._running.pop())
-            self._forward.resume_layer(self._running[-1] if self._running else None)
+        if not self._running or self._running[-1][0] is not module:
+            return  # somebody else's hook raised before this layer began
+        self._forward.end_layer(self._running.pop()[1])
+        self._forward.resume_layer(self._running[-1][1] if self._running else None)

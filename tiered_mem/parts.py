@@ -82,6 +82,8 @@ def _by_pytorch(tensor: Any) -> Apart | None:
     others = {name: thing for name, thing in found.items() if not _is_tensor(thing)}
     parts = {name: thing for name, thing in found.items() if name not in others}
     handle = tensor.detach()
+    if handle is tensor:
+        return None
     try:
         for name in parts:
             setattr(handle, name, None)
