@@ -160,8 +160,7 @@ def test_what_an_outer_layer_saves_after_an_inner_one_moves_too(device: str, mak
     loss.backward()
 
 
-def test_a_layer_that_never_began_does_not_end_the_one_around_it(device: str, make_manager: MakeManager) -> None:
-    """A hook of the user's raises before ours is reached. What the outer layer saves afterwards is still its own."""
+def test_a_layer_that_never_began_ends_no_other(device: str, make_manager: MakeManager) -> None:
     x = torch.randn(32, 16).to(device).requires_grad_()
     inner = nn.Identity()
 
