@@ -1,12 +1,11 @@
 """Host memory to tier into: where it comes from, and the pool that shares it out."""
 
 from .acl import AclPinnedMemory
-from .base import ALIGNMENT, HostMemory, OutOfHostMemory, Region
+from .base import HostMemory, OutOfHostMemory, Region, round_up
 from .pageable import PageableMemory
 from .slab import PoolStats, SlabPool
 
 __all__ = [
-    "ALIGNMENT",
     "AclPinnedMemory",
     "HostMemory",
     "OutOfHostMemory",
@@ -14,4 +13,5 @@ __all__ = [
     "PoolStats",
     "Region",
     "SlabPool",
+    "round_up",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .allocators import ALIGNMENT, OutOfHostMemory, PoolStats, Region, SlabPool
+from .allocators import OutOfHostMemory, PoolStats, Region, SlabPool, round_up
 from .device import Device, Event, Stream
 from .errors import TierFull
 
@@ -95,7 +95,7 @@ class HostTier:
         waiting: entered each time the host has to wait for a copy to end before there is room.
         """
         self.collect()
-        nbytes = sum(map(_aligned, (size for size, _ in wanted)))
+        nbytes = sum(map(round_up, (size for size, _ in wanted)))
         while True:
             try:
                 return self._slots_in(self._pool.allocate(nbytes), wanted)
@@ -172,7 +172,7 @@ class HostTier:
         for nbytes, dtype in wanted:
             first = start // dtype.itemsize
             slots.append(HostSlot(self._slab(slab, dtype)[first : first + nbytes // dtype.itemsize], lease))
-            start += _aligned(nbytes)
+            start += round_up(nbytes)
         return slots
 
     def _slab(self, slab: Region, dtype: torch.dtype) -> torch.Tensor:
@@ -194,7 +194,3 @@ class HostTier:
             limit=limit,
             advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
         )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
