@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from .forward_pass import ForwardPass, untraced
 from .movable import Movable
@@ -56,7 +57,11 @@ class _Entered:
     def __init__(self, forward: ForwardPass, layers: Sequence[torch.nn.Module]) -> None:
         self._forward = forward
         self._running: list[tuple[torch.nn.Module, int]] = []
-        self._marks = [mark for layer in dict.fromkeys(layers) for mark in self._mark(layer)]
+        begin, end = untraced(self._begin), untraced(self._end)
+        self._marks: list[RemovableHandle] = []
+        for layer in dict.fromkeys(layers):
+            self._marks.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
+            self._marks.append(layer.register_forward_hook(end, always_call=True))
         self._hooks: saved_tensors_hooks = forward.hooks()
         self._hooks.__enter__()
 
@@ -67,10 +72,6 @@ class _Entered:
             mark.remove()
         self._forward.end()
         return self._forward.layers
-
-    def _mark(self, layer: torch.nn.Module) -> tuple[Any, Any]:
-        begin = layer.register_forward_pre_hook(untraced(self._begin), with_kwargs=True)
-        return begin, layer.register_forward_hook(untraced(self._end), always_call=True)
 
     def _begin(self, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
         self._running.append((module, self._forward.begin_layer((*inputs, *named.values()))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch.autograd.graph import Node
 
 from .device import Device
 from .marks import stays
@@ -82,13 +83,15 @@ def _identity(tensor: torch.Tensor | None) -> object:
 
 def _is_weight(tensor: torch.Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
-    return isinstance(base, torch.nn.Parameter) or (_is_cast_of_weight(base) and _in_autocast())
+    node = base.grad_fn
+    if node is None:
+        return isinstance(base, torch.nn.Parameter)
+    return _casts_weight(node) and _in_autocast()
 
 
-def _is_cast_of_weight(tensor: torch.Tensor) -> bool:
+def _casts_weight(node: Node) -> bool:
     """Autocast keeps the low-precision copies of weights until it is left: to move one frees nothing."""
-    node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
+    if node.name() != "ToCopyBackward0":
         return False
     source = node.next_functions[0][0]
     return isinstance(getattr(source, "variable", None), torch.nn.Parameter)
