@@ -1,13 +1,14 @@
 """Host memory to tier into: where it comes from, and the pool that shares it out."""
 
 from .acl import AclPinnedMemory
-from .base import HostMemory, OutOfHostMemory, Region, round_up
+from .base import HostMemory, HostPool, OutOfHostMemory, PoolStats, Region, round_up
 from .pageable import PageableMemory
-from .slab import PoolStats, SlabPool
+from .slab import SlabPool
 
 __all__ = [
     "AclPinnedMemory",
     "HostMemory",
+    "HostPool",
     "OutOfHostMemory",
     "PageableMemory",
     "PoolStats",

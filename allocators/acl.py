@@ -86,6 +86,10 @@ class AclPinnedMemory:
             del self._live[region.ptr]
             self._used -= region.nbytes
 
+    def footprint(self, nbytes: int) -> int:
+        """Return how much memory a region takes: whole pages."""
+        return round_up(nbytes)
+
     def close(self) -> None:
         """Refuse further requests. Raises RuntimeError while regions are still allocated."""
         with self._lock:

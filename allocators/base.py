@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 ALIGNMENT = 4096
 
@@ -29,6 +29,10 @@ class HostMemory(Protocol):
         """Take back a region. Raises ValueError if it is unknown here or was freed already."""
         ...
 
+    def footprint(self, nbytes: int) -> int:
+        """Return how much memory a region of `nbytes` takes: what rounding and bookkeeping add is in it."""
+        ...
+
     def close(self) -> None:
         """Release everything held. Closing again does nothing.
 
@@ -37,8 +41,27 @@ class HostMemory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class HostPool(HostMemory, Protocol):
+    """A `HostMemory` that cuts its regions out of larger slabs, and keeps count."""
+
+    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
+        """As `HostMemory.allocate`. `resident` memory is to stay for as long as the pool does."""
+        ...
+
+    def slab(self, region: Region) -> Region:
+        """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
+        ...
+
+    def trim(self) -> int:
+        """Give memory that nobody uses back to where it came from; return how many bytes that were."""
+        ...
+
+    def stats(self) -> PoolStats:
+        """Return the counters of this moment."""
+        ...
+
+
+class Region(NamedTuple):
     """A range of host bytes: the address `ptr` and the size `nbytes`."""
 
     ptr: int
@@ -46,6 +69,32 @@ class Region:
 
     def __str__(self) -> str:
         return f"{self.nbytes} bytes at {self.ptr:#x}"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """The state of a `HostPool`: bytes, unless said otherwise.
+
+    `reserved` is held in `slabs` slabs, of which `used` (sizes rounded up to 4096) is allocated now and
+    `peak` was at most. `largest_free` is the largest request that needs no growth. `failures` counts
+    the requests that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`.
+    """
+
+    source: str
+    capacity: int | None
+    reserved: int
+    used: int
+    peak: int
+    largest_free: int
+    slabs: int
+    failures: int
+    source_calls: int
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the free bytes that one request cannot have: 0 if all lie together, or none is free."""
+        free = self.reserved - self.used
+        return 1 - self.largest_free / free if free else 0.0
 
 
 class OutOfHostMemory(MemoryError):

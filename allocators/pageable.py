@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import threading
 
-from .base import OutOfHostMemory, Region, check_request, not_allocated, still_allocated
+from .base import OutOfHostMemory, Region, check_request, not_allocated, round_up, still_allocated
 
 
 class PageableMemory:
@@ -50,6 +50,10 @@ class PageableMemory:
             mapping.close()
             del self._live[region.ptr]
             self._used -= region.nbytes
+
+    def footprint(self, nbytes: int) -> int:
+        """Return how much memory a region takes: whole pages."""
+        return round_up(nbytes)
 
     def close(self) -> None:
         """Refuse further requests. Raises RuntimeError while regions are still allocated."""

@@ -13,6 +13,7 @@ from .base import (
     ALIGNMENT,
     HostMemory,
     OutOfHostMemory,
+    PoolStats,
     Region,
     check_request,
     human,
@@ -60,7 +61,7 @@ class SlabPool:
         # a second slab, where the first one's has room for both.
         self._lock = threading.Lock()
 
-    def allocate(self, nbytes: int) -> Region:
+    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
         """Return a region of `nbytes` bytes on a 4096-byte boundary, growing the pool if need be.
 
         Raises OutOfHostMemory if the capacity or the source does not allow it, ValueError if `nbytes`
@@ -104,6 +105,10 @@ class SlabPool:
                 self._remove_free(slab, end, after)
                 end = after
             self._add_free(slab, start, end)
+
+    def footprint(self, nbytes: int) -> int:
+        """Return how much memory a region takes: whole pages."""
+        return round_up(nbytes)
 
     def slab(self, region: Region) -> Region:
         """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
@@ -249,26 +254,6 @@ class SlabPool:
             free = self._capacity - self._used
             largest_free = max(largest_free, self._capacity - self._reserved)
         return OutOfHostMemory(reason, advice, size, self._used, free, largest_free, self._capacity)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """The state of a `SlabPool`: bytes, unless said otherwise.
-
-    `reserved` is held in `slabs` slabs, of which `used` (sizes rounded up to 4096) is allocated now and
-    `peak` was at most. `largest_free` is the largest request that needs no growth. `failures` counts
-    the requests that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`.
-    """
-
-    source: str
-    capacity: int | None
-    reserved: int
-    used: int
-    peak: int
-    largest_free: int
-    slabs: int
-    failures: int
-    source_calls: int
 
 
 @dataclass(slots=True)

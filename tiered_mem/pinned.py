@@ -42,6 +42,10 @@ class TorchPinnedMemory:
             raise ValueError(f"{region} are not allocated from TorchPinnedMemory")
         del self._live[region.ptr]
 
+    def footprint(self, nbytes: int) -> int:
+        """Return how much torch pins for a region: a power of two."""
+        return 1 << max(nbytes - 1, 0).bit_length()
+
     def close(self) -> None:
         if self._live:
             raise RuntimeError(f"cannot close TorchPinnedMemory: {len(self._live)} regions are still allocated")
