@@ -77,7 +77,8 @@ class PoolStats:
 
     `reserved` is held in `slabs` slabs, of which `used` (sizes rounded up to 4096) is allocated now and
     `peak` was at most. `largest_free` is the largest request that needs no growth. `failures` counts
-    the requests that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`.
+    the requests that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`, and
+    `source_failures` those that it refused.
     """
 
     source: str
@@ -89,6 +90,7 @@ class PoolStats:
     slabs: int
     failures: int
     source_calls: int
+    source_failures: int
 
     @property
     def fragmentation(self) -> float:

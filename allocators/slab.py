@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from types import TracebackType
 
 from .base import (
@@ -21,22 +21,32 @@ from .base import (
     round_up,
     still_allocated,
 )
+from .free_ranges import FreeRanges, Slab
 
 _log = logging.getLogger("tiered_mem.allocators")
 
+# What is left at a slab's end is lost to large requests, so that a slab has room for a few of the largest.
+_REQUESTS_OF_A_SLAB = 8
+_SMALLEST_SLAB = 2 << 20
+# Of memory that is taken in advance; drivers refuse to pin hundreds of GiB at a time.
+_LARGEST_SLAB = 16 << 30
+
 
 class SlabPool:
-    """A `HostMemory` that takes slabs of `slab_bytes` from `source` and cuts regions out of them.
+    """A `HostPool` that takes slabs from `source` and cuts regions out of them.
 
-    Best fit with coalescing, in units of 4096 bytes. A region never crosses slabs. The pool computes
-    with addresses only and never touches the memory. It grows on demand, at most to `capacity` bytes
-    (None: no limit; the last slab may be smaller). A request above `slab_bytes` gets a slab of its own.
+    Best fit with coalescing, in units of 4096 bytes; what both calls cost does not depend on how many regions there
+    are. A region never crosses slabs. The pool computes with addresses only and never touches the memory.
 
-    Take `slab_bytes` at least four times the largest usual request, or memory is lost at the slabs'
-    ends. The source must outlive the pool and is not closed by it.
+    It grows on demand, at most to `capacity` bytes (None: no limit), by slabs that hold eight of the largest
+    requests so far, but of about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A slab
+    holds a whole number of the request that it is taken for, since what is left at its end is lost to large
+    requests. A source that refuses a slab is asked for smaller ones.
 
-    Threads may share a pool, but do not deallocate from `__del__` or a weakref callback: these can run
-    in the middle of a call to the pool, on the same thread, and would then wait for themselves.
+    The source must outlive the pool and is not closed by it.
+
+    Threads may share a pool. `deallocate` may be called from `__del__` and from weakref callbacks, which can run in
+    the middle of another call to the pool, on the same thread.
     """
 
     def __init__(self, source: HostMemory, slab_bytes: int = 1 << 30, capacity: int | None = None) -> None:
@@ -47,68 +57,94 @@ class SlabPool:
         self._source = source
         self._slab_bytes = round_up(slab_bytes)
         self._capacity = None if capacity is None else capacity // ALIGNMENT * ALIGNMENT
-        self._slabs: dict[int, _Slab] = {}
-        self._next_slab = 0
-        self._free: list[tuple[int, int, int]] = []  # (size, slab number, offset), sorted: best fit first
-        self._live: dict[int, tuple[Region, _Slab]] = {}
+        self._slabs: dict[int, Slab] = {}  # by address
+        self._free = FreeRanges()
+        self._live: dict[int, tuple[Region, Slab]] = {}
         self._reserved = 0
         self._used = 0
         self._peak = 0
+        self._largest = 0
         self._failures = 0
         self._source_calls = 0
+        self._source_failures = 0
         self._closed = False
         # One lock, held while the pool grows as well: a second thread in need of memory would only pin
-        # a second slab, where the first one's has room for both.
-        self._lock = threading.Lock()
+        # a second slab, where the first one's has room for both. A thread that comes in again, from a `__del__`,
+        # finds the pool busy, and leaves what it brings to the next call.
+        self._lock = threading.RLock()
+        self._busy = False
+        self._brought: list[Region] = []
 
     def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
         """Return a region of `nbytes` bytes on a 4096-byte boundary, growing the pool if need be.
 
+        A `resident` region above half of `slab_bytes` has a slab of its own, if there is still capacity for one:
+        for as long as it stays, the rest of a shared slab would be too small for most others.
+
         Raises OutOfHostMemory if the capacity or the source does not allow it, ValueError if `nbytes`
         is not positive, and RuntimeError once closed.
         """
-        size = round_up(nbytes)
         with self._lock:
-            check_request(self, nbytes, self._closed)
-            position = bisect_left(self._free, (size,))
-            if position == len(self._free):
-                self._grow(size)
-                position = bisect_left(self._free, (size,))
-            room, number, start = self._free.pop(position)
-            slab = self._slabs[number]
-            end = start + room
-            del slab.free_from[start]
-            del slab.free_until[end]
-            if room > size:
-                self._add_free(slab, start + size, end)
-            region = Region(slab.region.ptr + start, nbytes)
-            self._live[region.ptr] = region, slab
-            self._used += size
-            self._peak = max(self._peak, self._used)
-            return region
+            self._begin()
+            try:
+                check_request(self, nbytes, self._closed)
+                size = round_up(nbytes)
+                if size > self._largest:
+                    self._largest = size
+                found = self._own_slab(size) if resident and size * 2 > self._slab_bytes else None
+                start, room, slab = found or self._free.take_smallest(size) or self._grow(size)
+                if room > size:
+                    self._free.add(start + size, room - size, slab)
+                region = Region(start, nbytes)
+                self._live[start] = region, slab
+                self._used += size
+                if self._used > self._peak:
+                    self._peak = self._used
+                return region
+            except OutOfHostMemory:
+                self._failures += 1
+                raise
+            finally:
+                self._busy = False
 
     def deallocate(self, region: Region) -> None:
         """Take back a region. Raises ValueError if it is unknown here or was freed already."""
         with self._lock:
             slab = self._slab_of(region)
-            del self._live[region.ptr]
-            size = round_up(region.nbytes)
-            self._used -= size
-            start = region.ptr - slab.region.ptr
-            end = start + size
-            before = slab.free_until.get(start)
-            if before is not None:
-                self._remove_free(slab, before, start)
-                start = before
-            after = slab.free_from.get(end)
-            if after is not None:
-                self._remove_free(slab, end, after)
-                end = after
-            self._add_free(slab, start, end)
+            if self._busy:
+                if region in self._brought:
+                    raise not_allocated(self, region)
+                self._brought.append(region)
+                return
+            self._begin()
+            try:
+                self._take_back(region, slab)
+            finally:
+                self._busy = False
 
     def footprint(self, nbytes: int) -> int:
         """Return how much memory a region takes: whole pages."""
         return round_up(nbytes)
+
+    def preallocate(self, nbytes: int) -> None:
+        """Have `nbytes` reserved, in slabs of `slab_bytes`, so that no step has to wait for a slab.
+
+        It is less by up to a 16th of a slab where the source rounds up and the capacity allows no more. Raises
+        ValueError above the capacity, and OutOfHostMemory where the source gives less; what it gave is kept.
+        """
+        with self._alone():
+            check_request(self, nbytes, self._closed)
+            if self._capacity is not None and nbytes > self._capacity:
+                raise ValueError(f"cannot preallocate {human(nbytes)} in a pool of at most {human(self._capacity)}")
+            wanted = round_up(nbytes)
+            began = time.perf_counter()
+            while self._reserved < wanted:
+                short = min(_LARGEST_SLAB, wanted - self._reserved)
+                least = min(short, max(ALIGNMENT, self._slab_bytes // 16))
+                if self._capacity is not None and self._source.footprint(least) > self._capacity - self._reserved:
+                    break
+                self._add_slab(short, least)
+            self._log_growth("pool has", self._reserved, began)
 
     def slab(self, region: Region) -> Region:
         """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
@@ -117,17 +153,18 @@ class SlabPool:
 
     def stats(self) -> PoolStats:
         """Return the counters of this moment."""
-        with self._lock:
+        with self._alone():
             return PoolStats(
                 source=type(self._source).__name__,
                 capacity=self._capacity,
                 reserved=self._reserved,
                 used=self._used,
                 peak=self._peak,
-                largest_free=self._largest_free(),
+                largest_free=self._free.largest(),
                 slabs=len(self._slabs),
                 failures=self._failures,
                 source_calls=self._source_calls,
+                source_failures=self._source_failures,
             )
 
     def trim(self) -> int:
@@ -135,7 +172,7 @@ class SlabPool:
 
         An error of the source is passed on; the slabs not yet given back then stay in the pool.
         """
-        with self._lock:
+        with self._alone():
             return self._give_back(self._reserved)
 
     def close(self) -> None:
@@ -144,7 +181,7 @@ class SlabPool:
         Raises RuntimeError, and changes nothing, while regions are still allocated: a device may be
         copying to them. An error of the source is passed on, and `close` may then be called again.
         """
-        with self._lock:
+        with self._alone():
             if self._live:
                 raise still_allocated(self, [region for region, _ in self._live.values()])
             self._give_back(self._reserved)
@@ -164,106 +201,155 @@ class SlabPool:
         except Exception as failure:  # the error on its way out matters more
             _log.warning("SlabPool was left open: %s", failure)
 
-    def _slab_of(self, region: Region) -> _Slab:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._lock:
+            self._begin()
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    def _begin(self) -> None:
+        self._busy = True
+        while self._brought:
+            region = self._brought.pop()
+            self._take_back(region, self._live[region.ptr][1])
+
+    def _take_back(self, region: Region, slab: Slab) -> None:
+        del self._live[region.ptr]
+        size = round_up(region.nbytes)
+        self._used -= size
+        self._free.merge(region.ptr, size, slab)
+
+    def _slab_of(self, region: Region) -> Slab:
         known, slab = self._live.get(region.ptr, (None, None))
         if slab is None or known != region:
             raise not_allocated(self, region)
         return slab
 
-    def _add_free(self, slab: _Slab, start: int, end: int) -> None:
-        slab.free_from[start] = end
-        slab.free_until[end] = start
-        insort(self._free, (end - start, slab.number, start))
+    def _own_slab(self, size: int) -> tuple[int, int, Slab] | None:
+        """A free slab of exactly that size, a new one if need be. None if the capacity or the source has none."""
+        for slab in self._slabs.values():
+            if slab.region.nbytes == size and self._free.covers(slab):
+                return self._free.take(slab.region.ptr)
+        cost = self._source.footprint(size)
+        if self._capacity is not None and cost > self._capacity - self._reserved:
+            return None
+        try:
+            slab = self._add_slab(size, size)
+        except OutOfHostMemory as error:
+            _log.warning("a resident region of %s shares a slab with others: %s", human(size), error)
+            return None
+        return self._free.take(slab.region.ptr)
 
-    def _remove_free(self, slab: _Slab, start: int, end: int) -> None:
-        del slab.free_from[start]
-        del slab.free_until[end]
-        del self._free[bisect_left(self._free, (end - start, slab.number, start))]
-
-    def _largest_free(self) -> int:
-        return self._free[-1][0] if self._free else 0
-
-    def _grow(self, size: int) -> None:
-        slab_bytes = max(size, self._slab_bytes)
+    def _grow(self, size: int) -> tuple[int, int, Slab]:
+        """A new slab with room for `size` bytes, taken as a free range."""
         if self._capacity is not None:
-            if size > self._capacity:
+            if self._source.footprint(size) > self._capacity:
                 raise self._out_of_memory(
                     f"a request of {human(size)} can never fit into this pool",
                     "Raise the capacity, or split the request",
                     size,
                 )
             self._make_room(size, self._capacity)
-            slab_bytes = min(slab_bytes, self._capacity - self._reserved)
-        self._source_calls += 1
         began = time.perf_counter()
-        try:
-            region = self._source.allocate(slab_bytes)
-        except Exception as error:
-            raise self._out_of_memory(
-                f"{type(self._source).__name__} did not give a slab of {human(slab_bytes)}: {error}",
-                "Free regions, or give the pool less to hold; smaller slabs let it grow in smaller steps",
-                size,
-            ) from error
-        seconds = time.perf_counter() - began
-        slab = _Slab(self._next_slab, region)
-        self._next_slab += 1
-        self._slabs[slab.number] = slab
-        self._reserved += slab_bytes
-        self._add_free(slab, 0, slab_bytes)
+        slab = self._add_slab(self._step(size), size)
+        self._log_growth("pool grew by", slab.region.nbytes, began)
+        return self._free.take(slab.start)
+
+    def _step(self, size: int) -> int:
+        """The bytes of a slab for a pool that needs room for `size`: as near to whole such requests as may be."""
+        several = max(_SMALLEST_SLAB, _REQUESTS_OF_A_SLAB * self._largest)
+        wanted = max(size, min(self._slab_bytes, several))
+        whole = round(wanted / size) * size
+        return whole if self._source.footprint(whole) == whole else wanted
+
+    def _within_capacity(self, wanted: int, least: int) -> int:
+        """As much of `wanted` as the capacity has left for a slab, which is enough for `least`."""
+        if self._capacity is None:
+            return wanted
+        left = self._capacity - self._reserved
+        while wanted > least and self._source.footprint(wanted) > left:
+            # A source that rounds up may have to be asked for less than what is left.
+            wanted = max(least, left if wanted > left else wanted // 2 // ALIGNMENT * ALIGNMENT)
+        return wanted
+
+    def _add_slab(self, wanted: int, least: int) -> Slab:
+        """A new slab of `wanted` bytes, or, as often as the source has no such one, of half of that."""
+        while True:
+            nbytes = self._source.footprint(self._within_capacity(wanted, least))
+            self._source_calls += 1
+            try:
+                region = self._source.allocate(nbytes)
+                break
+            except Exception as error:
+                self._source_failures += 1
+                refusal = self._out_of_memory(
+                    f"{type(self._source).__name__} did not give a slab of {human(nbytes)}: {error}",
+                    "Free regions, or give the pool less to hold; smaller slabs let it grow in smaller steps",
+                    least,
+                )
+                if wanted == least or not isinstance(error, OutOfHostMemory):
+                    raise refusal from error
+                wanted = max(least, round_up(wanted // 2))
+                _log.warning("%s. Trying %s", refusal.reason, human(wanted))
+        slab = self._slabs[region.ptr] = Slab(region, region.ptr, region.ptr + nbytes)
+        self._reserved += nbytes
+        self._free.add(region.ptr, nbytes, slab)
+        return slab
+
+    def _log_growth(self, what: str, nbytes: int, began: float) -> None:
         _log.info(
-            "pool grew by %s from %s in %.3f s, to %s in %d slabs",
-            human(slab_bytes),
+            "%s %s from %s in %.3f s, to %s in %d slabs",
+            what,
+            human(nbytes),
             type(self._source).__name__,
-            seconds,
+            time.perf_counter() - began,
             human(self._reserved),
             len(self._slabs),
         )
 
     def _make_room(self, size: int, capacity: int) -> None:
         """Let the capacity allow a slab of `size` bytes, by giving back empty slabs that are too small."""
-        short = size - (capacity - self._reserved)
+        short = self._source.footprint(size) - (capacity - self._reserved)
         if short <= 0:
             return
-        if short > sum(slab.region.nbytes for slab in self._slabs.values() if slab.is_empty()):
+        if short > sum(slab.region.nbytes for slab in self._empty()):
             raise self._out_of_memory(
                 f"a request of {human(size)} does not fit into the pool now",
                 "Free regions and try again, or raise the capacity",
                 size,
             )
-        self._give_back(short)
+        try:
+            self._give_back(short)
+        except Exception as error:
+            raise self._out_of_memory(
+                f"{type(self._source).__name__} did not take back an empty slab: {error}",
+                "The slab stays in the pool; free regions and try again",
+                size,
+            ) from error
 
     def _give_back(self, wanted: int) -> int:
         """Return empty slabs to the source until they come to `wanted` bytes or none is left."""
         given = 0
-        for slab in [slab for slab in self._slabs.values() if slab.is_empty()]:
+        for slab in self._empty():
             if given >= wanted:
                 break
-            nbytes = slab.region.nbytes
             self._source.deallocate(slab.region)
-            self._remove_free(slab, 0, nbytes)
-            del self._slabs[slab.number]
-            self._reserved -= nbytes
-            given += nbytes
+            self._free.take(slab.start)
+            del self._slabs[slab.start]
+            self._reserved -= slab.region.nbytes
+            given += slab.region.nbytes
         return given
 
+    def _empty(self) -> list[Slab]:
+        return [slab for slab in self._slabs.values() if self._free.covers(slab)]
+
     def _out_of_memory(self, reason: str, advice: str, size: int) -> OutOfHostMemory:
-        self._failures += 1
         free = self._reserved - self._used
-        largest_free = self._largest_free()
+        largest_free = self._free.largest()
         if self._capacity is not None:
             free = self._capacity - self._used
             largest_free = max(largest_free, self._capacity - self._reserved)
         return OutOfHostMemory(reason, advice, size, self._used, free, largest_free, self._capacity)
-
-
-@dataclass(slots=True)
-class _Slab:
-    """A slab and its free ranges as offsets, found by where they begin and by where they end."""
-
-    number: int
-    region: Region
-    free_from: dict[int, int] = field(default_factory=dict)
-    free_until: dict[int, int] = field(default_factory=dict)
-
-    def is_empty(self) -> bool:
-        return self.free_from.get(0) == self.region.nbytes

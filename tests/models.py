@@ -97,3 +97,14 @@ def is_empty(manager: TieringManager) -> bool:
     stats = manager.stats()
     blocks = sum(int(count) for name, count in stats.items() if name.endswith("blocks.current"))
     return blocks == stats["host.slots"] == stats["host.used.current"] == 0
+
+
+def is_right_step(manager: TieringManager, device: str) -> bool:
+    """Runs a forward and a backward. Whether the gradients are right, to the last bit."""
+    model, x = stack(3, device)
+    model(x).backward()
+    expected = take_gradients(model)
+    with manager.offload_context(model.layers, min_bytes=1024):
+        loss = model(x)
+    loss.backward()
+    return same(take_gradients(model), expected)

@@ -21,9 +21,9 @@ DEPENDENCIES = {"torch", "numpy", "safetensors", "psutil"}
 # The files of tiered_mem/, from the bottom up: each may import those of the rows above its own, and the leaves.
 ORDER = [
     ["sizes", "host_limit"],
-    ["errors"],
+    ["errors", "host_budget"],
     ["device", "marks", "parts", "repeated_blocks"],
-    ["tiers", "movable", "timeline"],
+    ["tiers", "movable", "timeline", "torch_memory"],
     ["pinned", "trace"],
     ["transfer"],
     ["block"],

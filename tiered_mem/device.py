@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from .allocators import AclRuntime, node_of_pci
 from .errors import DeviceUnavailable
 
 _KNOWN = ("npu", "cuda", "cpu")
@@ -89,6 +90,17 @@ class Device:
         if isinstance(start, _Moment) and isinstance(end, _Moment):
             return end.at - start.at
         return cast(torch.Event, start).elapsed_time(cast(torch.Event, end)) / 1e3
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is attached to; None where that is not known."""
+        if self.kind == "npu":
+            address = AclRuntime().pci_bus_id(self._number)
+        elif self.kind == "cuda":
+            properties = self._module.get_device_properties(self._number)
+            address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        else:
+            address = None
+        return None if address is None else node_of_pci(address)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device

@@ -16,6 +16,10 @@ class DeviceUnavailable(TieredMemError, RuntimeError):
     """The device that was asked for is not on this machine, or its package is not installed."""
 
 
+class PinningFailed(TieredMemError, RuntimeError):
+    """No host memory could be pinned for the device."""
+
+
 class TierFull(TieredMemError, MemoryError):
     """A tier has no room. All sizes in bytes; `free` may lie in pieces that are each too small."""
 

@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+# cgroup v1 writes "no limit" as a number: 2**63 less a page, which has up to 64 KiB.
+_UNLIMITED = 1 << 62
+_CAP_IPC_LOCK = 14
+
 
 @dataclass(frozen=True, slots=True)
 class HostLimit:
+    """At most `nbytes` bytes, for all processes of this machine or container together, or for each by itself."""
+
     nbytes: int
     source: str
+    per_process: bool = False
 
 
 def host_limit(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> HostLimit:
     """The smallest of the machine's RAM and the memory limits of this process's cgroup and its parents."""
-    limits = [HostLimit(psutil.virtual_memory().total, "the machine's RAM")]
-    for path in _limit_files(cgroup_root, proc):
-        if path.exists() and (text := path.read_text().strip()) != "max":
-            limits.append(HostLimit(int(text), f"the cgroup limit {path}"))
+    limits = [HostLimit(psutil.virtual_memory().total, "the machine's RAM"), *cgroup_limits(cgroup_root, proc)]
     return min(limits, key=lambda limit: limit.nbytes)
+
+
+def cgroup_limits(root: Path, proc: Path) -> list[HostLimit]:
+    """The memory limits that are set for the cgroup of a process and for its parents, from the inside out.
+
+    root: where the cgroups are mounted. proc: the process's /proc/PID/cgroup.
+    """
+    limits = []
+    for path in _limit_files(root, proc):
+        if path.exists() and (text := path.read_text().strip()) != "max" and int(text) < _UNLIMITED:
+            limits.append(HostLimit(int(text), f"the cgroup limit {path}"))
+    return limits
+
+
+def memlock_limit(status: Path = Path("/proc/self/status")) -> HostLimit | None:
+    """How much this process may lock by mlock; None where it may lock anything.
+
+    For memory that is locked by mlock only: what a device's driver pins does not count towards it.
+
+    status: where the process's capabilities are written.
+    """
+    nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if nbytes == resource.RLIM_INFINITY or _capabilities(status) >> _CAP_IPC_LOCK & 1:
+        return None
+    return HostLimit(nbytes, "RLIMIT_MEMLOCK (ulimit -l)", per_process=True)
+
+
+def _capabilities(status: Path) -> int:
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 
 def _limit_files(root: Path, proc: Path) -> Iterator[Path]:

@@ -12,14 +12,16 @@ from types import TracebackType
 
 import torch
 
+from .allocators import HostPool
 from .block import Block, View
 from .context import OffloadContext
 from .device import Device
 from .errors import Closed, PolicyError
-from .host_limit import host_limit
+from .host_budget import host_budget, local_processes
+from .host_limit import host_limit, memlock_limit
 from .layer_context import LayerContext, LayerSequence
 from .movable import Movable
-from .pinned import host_pool
+from .pinned import check_pin, pool_for
 from .policies import (
     Action,
     Dropped,
@@ -34,8 +36,8 @@ from .policies import (
     policy_by_name,
 )
 from .repeated_blocks import repeated_blocks
-from .sizes import format_bytes, parse_bytes
-from .stats import Counters, flatten, summary
+from .sizes import parse_bytes
+from .stats import Counters, Stats, flatten, summary
 from .store import BlockStore
 from .tiers import DeviceTier, HostTier
 from .trace import Trace, summary_rows
@@ -47,16 +49,24 @@ class TieringManager:
 
     policy: a Policy, or the name of one ("layer-order").
     device: "npu", "cuda" or "cpu", with or without an index.
-    host_bytes: the most host memory to use, an int of bytes or a string such as "64GiB". None is half of what this
-        process may use: the cgroup's limit, or else the machine's RAM.
+    host_bytes: the most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for that
+        share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits,
+        divided by LOCAL_WORLD_SIZE, the number of processes on the machine. "auto", or None, is half of it.
+    pin: how the host memory is pinned. True is the best way that torch recognises on this machine; False is not at
+        all, and the host then waits at each copy. "try" is True, or else False with a warning. The name of a source
+        (docs/tuning.md lists them) is that one.
+    preallocate: pin all of host_bytes now, and not while a step waits for it. None is yes, but no for "auto", which
+        is a limit and not a wish.
+    host_pool: a pool to use in place of one of its own. It is not closed with the manager, and managers may share
+        one. Then none of the three arguments before this one is given.
     transfer_stream: a stream of the device for the copies in both directions. None is two streams of its own, so
         that copies to the host and to the device run side by side.
     trace: record when layers, copies and waits begin and end, for export_trace() and memory_summary(). It costs a
         few events for each layer.
 
     Use it as a context manager, or call close(); one that is forgotten frees its host memory when the last
-    activation in it is gone. Raises ValueError for arguments that cannot be right, and DeviceUnavailable for a
-    device that this machine does not have.
+    activation in it is gone. Raises ValueError for arguments that cannot be right, DeviceUnavailable for a device
+    that this machine does not have, and PinningFailed where host memory cannot be had as asked.
     """
 
     def __init__(
@@ -64,14 +74,28 @@ class TieringManager:
         *,
         policy: Policy | str,
         device: str | torch.device = "npu",
-        host_bytes: int | str | None = None,
+        host_bytes: int | float | str | None = None,
+        pin: bool | str = True,
+        preallocate: bool | None = None,
+        host_pool: HostPool | None = None,
         transfer_stream: torch.Stream | None = None,
         trace: bool = False,
     ) -> None:
         self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
-        capacity = _host_capacity(host_bytes)
+        if host_pool is not None and (host_bytes, pin, preallocate) != (None, True, None):
+            raise ValueError("host_pool comes in place of host_bytes, pin and preallocate: give either it or these")
+        check_pin(pin)
         self.device = Device(device)
-        self._host = HostTier(host_pool(self.device, capacity))
+        if host_pool is None:
+            limits = [host_limit(), memlock_limit() if pin == "locked" else None]
+            capacity = host_budget(
+                host_bytes, limits=[each for each in limits if each], processes=local_processes()
+            )
+            if preallocate is None:
+                preallocate = host_bytes not in (None, "auto")
+            self._host = HostTier(pool_for(self.device, capacity, pin, preallocate=preallocate))
+        else:
+            self._host = HostTier(host_pool, owned=False)
         self._trace = Trace(self.device) if trace else None
         self._backward = -1
         stream = None if transfer_stream is None else self.device.generic(transfer_stream)
@@ -121,7 +145,7 @@ class TieringManager:
         movable = Movable(self.device, (), min_bytes=parse_bytes(min_bytes))
         return LayerContext(LayerSequence(self, movable, num_layers, variable_depth=variable_depth))
 
-    def stats(self) -> dict[str, int | str]:
+    def stats(self) -> Stats:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
         with _Exclusive(self):
             self._host.collect()
@@ -147,11 +171,10 @@ class TieringManager:
     def close(self) -> None:
         """Waits for the copies under way and frees the host memory. Closing again does nothing.
 
-        Activations that are still on the host are lost: a backward that needs them raises Closed.
+        Activations that are still on the host are lost: a backward that needs them raises Closed. Where the
+        runtime of the device does not take host memory back, its error is raised, and close may be called again.
         """
         with _Exclusive(self):
-            if self._closed:
-                return
             self._closed = True
             for block in list(self._store.blocks):
                 self._store.retire(block)
@@ -299,16 +322,3 @@ class _Exclusive:
         self._manager._lock.release()
         if self._manager._let_go:
             self._manager._bury_let_go()
-
-
-def _host_capacity(host_bytes: int | str | None) -> int:
-    limit = host_limit()
-    if host_bytes is None:
-        return limit.nbytes // 2
-    capacity = parse_bytes(host_bytes)
-    if capacity > limit.nbytes:
-        raise ValueError(
-            f"host_bytes={host_bytes!r} is {format_bytes(capacity)}, more than {limit.source} allows "
-            f"({format_bytes(limit.nbytes)})"
-        )
-    return capacity

@@ -3,78 +3,119 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
-import torch
-
-from .allocators import AclPinnedMemory, HostMemory, OutOfHostMemory, PageableMemory, Region, SlabPool
+from .allocators import (
+    AclPinnedMemory,
+    AclRegistrar,
+    CudaPinnedMemory,
+    CudaRegistrar,
+    HostMemory,
+    LockedMemory,
+    OutOfHostMemory,
+    PageableMemory,
+    RegisteredMemory,
+    SlabPool,
+)
 from .device import Device
+from .errors import PinningFailed
 from .sizes import format_bytes
-from .tiers import bytes_of
+from .tiers import bytes_of, is_pinned
+from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
 
 _log = logging.getLogger("tiered_mem.pinned")
 
 _SLAB_BYTES = 1 << 30
-_PAGE = 4096
+_PROBE_BYTES = 2 << 20
+
+# Each source by its name. The argument is the NUMA node of the device, None where it is not known.
+_SOURCES: dict[str, Callable[[int | None], HostMemory]] = {
+    "acl": lambda node: AclPinnedMemory(),
+    "npurt": lambda node: RegisteredMemory(NpurtRegistrar(), numa_node=node),
+    "acl-register": lambda node: RegisteredMemory(AclRegistrar(), numa_node=node),
+    "cudart": lambda node: RegisteredMemory(CudartRegistrar(), numa_node=node),
+    "cuda-register": lambda node: RegisteredMemory(CudaRegistrar(), numa_node=node),
+    "cuda": lambda node: CudaPinnedMemory(),
+    "torch": lambda node: TorchPinnedMemory(),
+    "locked": lambda node: LockedMemory(numa_node=node),
+    "pages": lambda node: PageableMemory(numa_node=node),
+}
+
+# What is tried until torch recognises one. For an NPU the runtime's own memory comes first, because kernels up to
+# 5.10 take no other; for CUDA registered pages, which are touched by several threads and therefore pinned several
+# times as fast. torch itself, which rounds every request up to a power of two, is the last resort.
+_TRIED = {
+    "npu": ("acl", "npurt", "acl-register", "torch"),
+    "cuda": ("cuda-register", "cudart", "cuda", "torch"),
+}
 
 
-class TorchPinnedMemory:
-    """Slabs from torch's own pinned allocator, which rounds every request up to a power of two.
+def check_pin(pin: bool | str) -> None:
+    """Raises ValueError for a value that `pool_for` does not know."""
+    if not isinstance(pin, bool) and pin != "try" and pin not in _SOURCES:
+        raise ValueError(f"pin={pin!r} is not known; say True, False, 'try', or one of {', '.join(_SOURCES)}")
 
-    For stacks on which torch does not recognise memory pinned by others.
+
+def pool_for(device: Device, capacity: int, pin: bool | str, *, preallocate: bool) -> SlabPool:
+    """A pool of at most `capacity` bytes for copies from and to the device.
+
+    pin: True is memory that torch recognises as pinned; "try" is the same, and plain pages where there is none,
+        with a warning; False is plain pages; the name of a source is that source, whatever torch makes of it.
+    preallocate: take all of the capacity now. Where there is less, what there is will do, with a warning.
+
+    Raises PinningFailed.
     """
-
-    def __init__(self) -> None:
-        self._live: dict[int, torch.Tensor] = {}
-
-    def allocate(self, nbytes: int) -> Region:
-        """Raises OutOfHostMemory where torch cannot pin that much."""
+    node = device.numa_node()
+    if pin is False or device.kind == "cpu":
+        return _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
+    names = _TRIED[device.kind] if pin is True or pin == "try" else (str(pin),)
+    reasons = []
+    for name in names:
         try:
-            tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            used = sum(live.numel() for live in self._live.values())
-            reason = f"torch could not pin {format_bytes(nbytes)}: {error}"
-            raise OutOfHostMemory(reason, "Lower host_bytes", nbytes, used) from error
-        self._live[tensor.data_ptr()] = tensor
-        return Region(tensor.data_ptr(), nbytes)
-
-    def deallocate(self, region: Region) -> None:
-        if region.ptr not in self._live:
-            raise ValueError(f"{region} are not allocated from TorchPinnedMemory")
-        del self._live[region.ptr]
-
-    def footprint(self, nbytes: int) -> int:
-        """Return how much torch pins for a region: a power of two."""
-        return 1 << max(nbytes - 1, 0).bit_length()
-
-    def close(self) -> None:
-        if self._live:
-            raise RuntimeError(f"cannot close TorchPinnedMemory: {len(self._live)} regions are still allocated")
+            return _filled(_pinned(_SOURCES[name](node), capacity, whatever=name == pin), preallocate)
+        except (OSError, RuntimeError, OutOfHostMemory) as error:
+            _log.info("host memory does not come from %r: %s", name, error)
+            reasons.append(f"{name}: {error}")
+    tried = "; ".join(reasons)
+    if pin != "try":
+        raise PinningFailed(
+            f"no pinned host memory for {device.torch_device}: {tried}. Lower host_bytes, or say pin='try' or "
+            "pin=False to run with memory that is not pinned, for which the host waits at each copy"
+        )
+    _log.warning("host memory is not pinned, and the host waits at each copy: %s", tried)
+    return _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
 
 
-def host_pool(device: Device, capacity: int) -> SlabPool:
-    """A pool of at most `capacity` bytes, over the best memory that torch recognises as pinned for the device."""
-    source = _source(device)
-    slab_bytes = min(_SLAB_BYTES, capacity)
-    if isinstance(source, TorchPinnedMemory):
-        slab_bytes = 1 << (slab_bytes.bit_length() - 1)
-        capacity -= capacity % slab_bytes
-    return SlabPool(source, slab_bytes, capacity)
+def _pool(source: HostMemory, capacity: int) -> SlabPool:
+    return SlabPool(source, min(_SLAB_BYTES, capacity), capacity)
 
 
-def _source(device: Device) -> HostMemory:
-    if device.kind == "cpu":
-        return PageableMemory()
-    if device.kind == "npu":
-        acl = AclPinnedMemory()
-        if _recognised_as_pinned(acl):
-            return acl
-        _log.info("torch does not recognise memory of aclrtMallocHost as pinned; slabs come from torch instead")
-    return TorchPinnedMemory()
-
-
-def _recognised_as_pinned(source: HostMemory) -> bool:
-    region = source.allocate(_PAGE)
+def _pinned(source: HostMemory, capacity: int, *, whatever: bool) -> SlabPool:
+    """A pool over memory that torch takes for pinned. Where it does not: PinningFailed, or a warning."""
+    pool = _pool(source, capacity)
+    pool.preallocate(min(_PROBE_BYTES, capacity))
+    region = pool.allocate(1)
+    recognised = is_pinned(bytes_of(pool.slab(region)))
+    pool.deallocate(region)
     try:
-        return bytes_of(region).is_pinned()
-    finally:
-        source.deallocate(region)
+        pool.trim()
+    except RuntimeError as error:  # the small slab stays in the pool, then
+        _log.warning("%s", error)
+    if not recognised:
+        if not whatever:
+            raise PinningFailed("torch does not recognise its memory as pinned")
+        _log.warning("torch does not recognise the memory as pinned, and the host waits at each copy")
+    return pool
+
+
+def _filled(pool: SlabPool, preallocate: bool) -> SlabPool:
+    capacity = pool.stats().capacity
+    if preallocate and capacity is not None:
+        try:
+            pool.preallocate(capacity)
+        except OutOfHostMemory as error:
+            reserved = pool.stats().reserved
+            if reserved == 0:
+                raise
+            _log.warning("the host pool has %s of %s: %s", format_bytes(reserved), format_bytes(capacity), error)
+    return pool

@@ -100,6 +100,8 @@ class BlockStore:
             block.ticket = ticket
             block.offloaded = True
             self._counters.offloaded.add(block.nbytes)
+            if not slot.pinned:
+                self._counters.blocking.add(block.nbytes)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Gives up the device memory of blocks that are leaving: it is free for what comes after their copy."""
@@ -216,6 +218,8 @@ class BlockStore:
             block.versions = [(slot.tensor, slot.tensor._version)]
             self._host.release(source, ticket.event)
             self._counters.reloaded.add(block.nbytes)
+            if not source.pinned:
+                self._counters.blocking.add(block.nbytes)
 
     def _stay(self, block: Block) -> None:
         """The block is wanted before it was released: it has been on the device all the time."""

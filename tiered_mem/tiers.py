@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .allocators import OutOfHostMemory, PoolStats, Region, SlabPool, round_up
+from .allocators import HostPool, OutOfHostMemory, PoolStats, Region, round_up
 from .device import Device, Event, Stream
 from .errors import TierFull
+
+_log = logging.getLogger("tiered_mem.tiers")
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +33,18 @@ class HostSlot:
     tensor: torch.Tensor
     lease: Lease
 
+    @property
+    def pinned(self) -> bool:
+        """Whether torch copies to and from it without making the host wait."""
+        return self.lease.slab.pinned
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A region of the pool, and how many slots in it are in use."""
+    """A region of the pool, the slab it lies in, and how many slots in it are in use."""
 
     region: Region
+    slab: _Slab
     slots: int
 
 
@@ -72,15 +81,18 @@ class DeviceTier:
 
 
 class HostTier:
-    """A slab pool of host memory.
+    """A pool of host memory.
 
     A slot that a copy may still use is given back with that copy's event, and handed out again when the event has
     come to pass. The pool itself knows nothing of streams.
+
+    owned: the pool is closed with the tier.
     """
 
-    def __init__(self, pool: SlabPool) -> None:
+    def __init__(self, pool: HostPool, *, owned: bool = True) -> None:
         self._pool = pool
-        self._slabs: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._owned = owned
+        self._slabs: dict[int, _Slab] = {}
         self._returning: deque[tuple[HostSlot, Event]] = deque()
         self._leases: set[Lease] = set()
         self._slots = 0
@@ -137,7 +149,8 @@ class HostTier:
         while self._returning:
             self._wait_for_oldest()
         self._slabs.clear()
-        self._pool.close()
+        if self._owned:
+            self._pool.close()
 
     def abandon(self) -> None:
         """Frees the memory whatever slots are in use. For when nobody can use them any more, and no copy does."""
@@ -163,25 +176,25 @@ class HostTier:
             self._pool.deallocate(lease.region)
 
     def _slots_in(self, region: Region, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
-        slab = self._pool.slab(region)
-        lease = Lease(region, len(wanted))
+        slab = self._slab_of(region)
+        lease = Lease(region, slab, len(wanted))
         self._leases.add(lease)
         self._slots += len(wanted)
         slots = []
-        start = region.ptr - slab.ptr
+        start = region.ptr - slab.region.ptr
         for nbytes, dtype in wanted:
             first = start // dtype.itemsize
-            slots.append(HostSlot(self._slab(slab, dtype)[first : first + nbytes // dtype.itemsize], lease))
+            slots.append(HostSlot(slab.elements(dtype)[first : first + nbytes // dtype.itemsize], lease))
             start += round_up(nbytes)
         return slots
 
-    def _slab(self, slab: Region, dtype: torch.dtype) -> torch.Tensor:
-        """One storage for the whole slab: torch looks at where a storage starts to tell whether it is pinned."""
-        whole = self._slabs.get((slab.ptr, dtype))
-        nbytes = slab.nbytes // dtype.itemsize * dtype.itemsize
-        if whole is None or whole.nbytes < nbytes:
-            whole = self._slabs[slab.ptr, dtype] = bytes_of(slab)[:nbytes].view(dtype)
-        return whole
+    def _slab_of(self, region: Region) -> _Slab:
+        found = self._pool.slab(region)
+        known = self._slabs.get(found.ptr)
+        # The pool may have given a slab back and got another one at the same address.
+        if known is None or known.region is not found:
+            known = self._slabs[found.ptr] = _Slab(found)
+        return known
 
     def _full(self, error: OutOfHostMemory) -> TierFull:
         limit = error.used if error.limit is None else error.limit
@@ -194,3 +207,31 @@ class HostTier:
             limit=limit,
             advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
         )
+
+
+class _Slab:
+    """A slab of the pool as torch sees it."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        # One storage for the whole slab: torch looks at where a storage starts to tell whether it is pinned.
+        whole = bytes_of(region)
+        self.pinned = is_pinned(whole)
+        self._elements = {torch.uint8: whole}
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """The slab's bytes as a 1-dimensional tensor."""
+        known = self._elements.get(dtype)
+        if known is None:
+            whole = self._elements[torch.uint8]
+            known = self._elements[dtype] = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return known
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether torch takes the memory for pinned. Where it cannot tell, its copies do not rely on it either."""
+    try:
+        return tensor.is_pinned()
+    except RuntimeError as error:
+        _log.warning("torch cannot tell whether host memory is pinned, and it counts as not pinned: %s", error)
+        return False

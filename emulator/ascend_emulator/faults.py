@@ -11,7 +11,10 @@ DEVICE = "device"
 FUNCTIONS = (
     "aclrtMalloc",
     "aclrtMallocHost",
+    "aclrtFreeHost",
     "aclrtHostRegister",
+    "aclrtHostUnregister",
+    "aclrtPointerGetAttributes",
     "aclrtMemcpy",
     "aclrtMemcpyAsync",
     "aclrtMemcpyBatch",

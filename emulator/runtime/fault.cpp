@@ -12,7 +12,10 @@ namespace {
 const std::map<std::string, aclError> kCodes{
     {"aclrtMalloc", ACL_ERROR_RT_MEMORY_ALLOCATION},
     {"aclrtMallocHost", ACL_ERROR_RT_MEMORY_ALLOCATION},
+    {"aclrtFreeHost", ACL_ERROR_RT_MEMORY_FREE},
     {"aclrtHostRegister", ACL_ERROR_RT_MEMORY_ALLOCATION},
+    {"aclrtHostUnregister", ACL_ERROR_RT_DRV_INTERNAL_ERROR},
+    {"aclrtPointerGetAttributes", ACL_ERROR_RT_DRV_INTERNAL_ERROR},
     {"aclrtMemcpy", ACL_ERROR_RT_INTERNAL_ERROR},
     {"aclrtMemcpyAsync", ACL_ERROR_RT_INTERNAL_ERROR},
     {"aclrtMemcpyBatch", ACL_ERROR_RT_INTERNAL_ERROR},
@@ -78,8 +81,9 @@ class Faults {
 
 }  // namespace
 
-aclError fault(const char* function) {
-  if (device_is_lost()) return lost();
+aclError fault(const char* function) { return device_is_lost() ? lost() : fault_without_device(function); }
+
+aclError fault_without_device(const char* function) {
   const aclError code = Faults::get().strikes(function);
   return code == ACL_SUCCESS ? ACL_SUCCESS : fail(code, std::string(function) + ": this call was told to fail");
 }

@@ -8,6 +8,9 @@ namespace emulator {
 // ACL_SUCCESS, or the code with which this call of `function` is to fail; its message is kept already.
 aclError fault(const char* function);
 
+// The same for a call that goes well on a lost device: one that frees memory, or asks what an address is.
+aclError fault_without_device(const char* function);
+
 // A device that is lost runs nothing more, and every call that needs it fails.
 bool device_is_lost();
 aclError lost();

@@ -237,7 +237,10 @@ ACL_EXPORT aclError aclrtMallocHostWithCfg(void** pointer, uint64_t nbytes, aclr
   return aclrtMallocHost(pointer, nbytes);
 }
 
-ACL_EXPORT aclError aclrtFreeHost(void* pointer) { return Memory::get().free_host(pointer); }
+ACL_EXPORT aclError aclrtFreeHost(void* pointer) {
+  const aclError code = fault_without_device("aclrtFreeHost");
+  return code == ACL_SUCCESS ? Memory::get().free_host(pointer) : code;
+}
 
 ACL_EXPORT aclError aclrtHostRegisterV2(void* pointer, uint64_t nbytes, uint32_t) {
   const aclError code = fault("aclrtHostRegister");
@@ -250,9 +253,13 @@ ACL_EXPORT aclError aclrtHostRegister(void* pointer, uint64_t nbytes, aclrtHostR
   return code;
 }
 
-ACL_EXPORT aclError aclrtHostUnregister(void* pointer) { return Memory::get().unregister_host(pointer); }
+ACL_EXPORT aclError aclrtHostUnregister(void* pointer) {
+  const aclError code = fault_without_device("aclrtHostUnregister");
+  return code == ACL_SUCCESS ? Memory::get().unregister_host(pointer) : code;
+}
 
 ACL_EXPORT aclError aclrtPointerGetAttributes(const void* pointer, aclrtPtrAttributes* attributes) {
+  if (const aclError code = fault_without_device("aclrtPointerGetAttributes"); code != ACL_SUCCESS) return code;
   std::memset(attributes, 0, sizeof *attributes);
   attributes->location.id = Memory::get().device_of(pointer).value_or(0);
   switch (Memory::get().place_of(pointer)) {

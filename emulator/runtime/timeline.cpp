@@ -27,7 +27,8 @@ Timeline::Entry::~Entry() {
   if (!kept_) return;
   const auto end = std::chrono::steady_clock::now();
   size_t nbytes = 0;
-  for (const Range& range : operation_.writes) nbytes += range.nbytes;
+  // A copy to pageable memory names only what it reads, and writes as many bytes.
+  for (const Range& range : operation_.writes.empty() ? operation_.reads : operation_.writes) nbytes += range.nbytes;
   Timeline& timeline = Timeline::get();
   std::lock_guard lock(timeline.mutex_);
   timeline.spans_.push_back({operation_.name, device_, stream_, nbytes, nanoseconds(start_), nanoseconds(end)});

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
+from tests.allocators.mappings import is_mapped
 from tests.contracts import check_host_memory, write_ends
-from tiered_mem.allocators import PageableMemory, Region
+from tiered_mem.allocators import PageableMemory
 
 
 def test_contract() -> None:
@@ -25,18 +25,9 @@ def test_deallocating_unmaps() -> None:
     regions = [memory.allocate(1 << 20) for _ in range(3)]
     for region in regions:
         write_ends(region, 1)
-    assert [is_mapped(region) for region in regions] == [True, True, True]
+    assert [is_mapped(region.ptr) for region in regions] == [True, True, True]
     memory.deallocate(regions[1])
-    assert [is_mapped(region) for region in regions] == [True, False, True]
+    assert [is_mapped(region.ptr) for region in regions] == [True, False, True]
     memory.deallocate(regions[0])
     memory.deallocate(regions[2])
     memory.close()
-
-
-def is_mapped(region: Region) -> bool:
-    """Whether the kernel lists a mapping that holds the region's first byte."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(address, 16) for address in line.split(" ", 1)[0].split("-"))
-        if first <= region.ptr < last:
-            return True
-    return False

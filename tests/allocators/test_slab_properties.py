@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
             (new,) = self.source.live - slabs
             assert new == self.pool.slab(region)
             assert new.nbytes >= wanted * UNIT
-            assert new.nbytes <= max(self.slab_units, wanted) * UNIT
+            assert new.nbytes <= max(self.slab_units + wanted / 2, wanted) * UNIT
         self.live.append(region)
         self.peak = max(self.peak, sum(units(r.nbytes) for r in self.live))
 
@@ -90,6 +90,32 @@ class PoolMachine(RuleBasedStateMachine):
         self.live.append(self.pool.allocate(max(size for _, size in self.gaps()) * UNIT))
         self.peak = max(self.peak, sum(units(r.nbytes) for r in self.live))
         assert self.pool.stats().source_calls == calls
+
+    @rule(nbytes=st.integers(1, 20 * UNIT))
+    def allocate_a_resident(self, nbytes: int) -> None:
+        wanted = units(nbytes)
+        slabs = set(self.source.live)
+        own = wanted * 2 > self.slab_units and (self.capacity is None or wanted <= self.capacity - self.reserved())
+        try:
+            region = self.pool.allocate(nbytes, resident=True)
+        except OutOfHostMemory:
+            self.failures += 1
+            assert not own
+            return
+        if own:
+            assert self.pool.slab(region) == Region(region.ptr, wanted * UNIT), "not a slab of its own"
+            assert len(self.source.live - slabs) <= 1
+        self.live.append(region)
+        self.peak = max(self.peak, sum(units(r.nbytes) for r in self.live))
+
+    @rule(share=st.floats(0, 1))
+    def preallocate(self, share: float) -> None:
+        nbytes = int((self.capacity or 48) * share) * UNIT
+        if nbytes == 0:
+            return
+        before = self.reserved()
+        self.pool.preallocate(nbytes)
+        assert self.reserved() == max(before, nbytes // UNIT)
 
     @rule()
     def trim(self) -> None:

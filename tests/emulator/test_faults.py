@@ -10,10 +10,11 @@ import ascend_emulator
 import pytest
 from ascend_emulator import EmulatorError, Fault
 
-from tests.emulator.acl import H2D, Acl, Batch
+from tests.emulator.acl import H2D, PINNED, Acl, Attributes, Batch, byte_at, fill
 from tests.emulator.launch import EMULATOR, run, write_script
 
-NO_MEMORY, NO_EVENT, NO_STREAM, INTERNAL, LOST = 207001, 207007, 207008, 507000, 507010
+NO_MEMORY, NOT_FREED, NO_EVENT, NO_STREAM = 207001, 207002, 207007, 207008
+INTERNAL, LOST, DRIVER = 507000, 507010, 507899
 NBYTES = 4096
 
 
@@ -79,13 +80,44 @@ def test_a_fault_that_means_nothing(wrong: dict[str, object], message: str) -> N
     assert message in str(caught.value)
 
 
-def register_host(acl: Acl) -> int:
+def page() -> tuple[int, object]:
+    """The address of a page of ordinary memory, and what keeps it."""
     room = (ctypes.c_uint8 * (2 * NBYTES))()
-    start = -(-ctypes.addressof(room) // NBYTES) * NBYTES
+    return -(-ctypes.addressof(room) // NBYTES) * NBYTES, room
+
+
+def register_host(acl: Acl) -> int:
+    start, _room = page()
     code = acl.call("aclrtHostRegisterV2", start, NBYTES, 0)
     if code == 0:
         acl.check("aclrtHostUnregister", start)
     return code
+
+
+def undo(acl: Acl, function: str, pointer: int) -> int:
+    """Calls a function that frees or unregisters. Where it fails, nothing has changed and the next call works."""
+    fill(pointer, 7, NBYTES)
+    code = acl.call(function, pointer)
+    if code != 0:
+        assert acl.kind_of(pointer) == PINNED
+        assert byte_at(pointer + NBYTES - 1) == 7
+        acl.check(function, pointer)
+    return code
+
+
+def free_host(acl: Acl) -> int:
+    return undo(acl, "aclrtFreeHost", acl.malloc_host(NBYTES))
+
+
+def unregister_host(acl: Acl) -> int:
+    start, _room = page()
+    acl.check("aclrtHostRegisterV2", start, NBYTES, 0)
+    return undo(acl, "aclrtHostUnregister", start)
+
+
+def ask_what_it_is(acl: Acl) -> int:
+    with acl.buffers(NBYTES) as (_, host):
+        return acl.call("aclrtPointerGetAttributes", host, ctypes.byref(Attributes()))
 
 
 def making(function: str, undo: str, *arguments: int) -> Callable[[Acl], int]:
@@ -131,7 +163,10 @@ CALLS = {
         making("aclrtMallocHostWithCfg", "aclrtFreeHost", NBYTES, 0),
         NO_MEMORY,
     ),
+    "aclrtFreeHost": ("aclrtFreeHost", free_host, NOT_FREED),
     "aclrtHostRegisterV2": ("aclrtHostRegister", register_host, NO_MEMORY),
+    "aclrtHostUnregister": ("aclrtHostUnregister", unregister_host, DRIVER),
+    "aclrtPointerGetAttributes": ("aclrtPointerGetAttributes", ask_what_it_is, DRIVER),
     "aclrtMemcpy": ("aclrtMemcpy", copying("aclrtMemcpy"), INTERNAL),
     "aclrtMemcpyAsync": ("aclrtMemcpyAsync", copying("aclrtMemcpyAsync", 0), INTERNAL),
     "aclrtMemcpyBatch": ("aclrtMemcpyBatch", copying_a_batch("aclrtMemcpyBatch"), INTERNAL),
@@ -234,10 +269,24 @@ def test_a_device_is_lost_with_the_code_that_is_chosen(acl: Acl) -> None:
         ascend_emulator.clear_faults()
 
 
+def test_host_memory_can_be_let_go_of_when_the_device_is_lost(acl: Acl) -> None:
+    host, (start, _room) = acl.malloc_host(NBYTES), page()
+    acl.check("aclrtHostRegisterV2", start, NBYTES, 0)
+    with acl.buffers(NBYTES) as (device, _):
+        ascend_emulator.inject("device:1")
+        assert acl.call("aclrtMemsetAsync", device, NBYTES, 0, NBYTES, 0) == LOST
+        for function, pointer in (("aclrtFreeHost", host), ("aclrtHostUnregister", start)):
+            assert acl.kind_of(pointer) == PINNED
+            acl.check(function, pointer)
+            assert acl.kind_of(pointer) != PINNED
+        ascend_emulator.clear_faults()
+
+
 def test_what_torch_makes_of_faults(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
         """
+        import ctypes
         import torch
         from ascend_emulator import clear_faults, inject
 
@@ -251,7 +300,7 @@ def test_what_torch_makes_of_faults(tmp_path: Path) -> None:
             try:
                 what()
             except RuntimeError as error:
-                told = [code for code in ("507000", "507010", "207007", "207008") if code in str(error)]
+                told = [code for code in ("507000", "507010", "507899", "207007", "207008") if code in str(error)]
                 print(what.__name__, type(error).__name__, *told)
             else:
                 print(what.__name__, "went well")
@@ -278,6 +327,17 @@ def test_what_torch_makes_of_faults(tmp_path: Path) -> None:
             inject(fault)
             attempt(call)
             attempt(call)
+        for call in (pinned.is_pinned, copy):
+            inject("aclrtPointerGetAttributes:1")
+            attempt(call)
+        torch.npu.host_empty_cache()  # the tensor at 0 is in it
+        unused = torch.empty(8 << 20, dtype=torch.uint8, pin_memory=True)
+        address = unused.data_ptr()
+        del unused
+        inject("aclrtFreeHost:p=1")
+        attempt(torch.npu.host_empty_cache)
+        there = torch.frombuffer((ctypes.c_uint8 * 4).from_address(address), dtype=torch.uint8)
+        print("still pinned:", there.is_pinned(), torch.npu.host_memory_stats()["allocated_bytes.current"])
         clear_faults()
         stream.synchronize()
         inject("device:1")
@@ -300,6 +360,8 @@ def test_what_torch_makes_of_faults(tmp_path: Path) -> None:
         *("copy RuntimeError 507000", "copy went well"),
         *("Stream RuntimeError 207008", "Stream went well"),
         *("record RuntimeError 207007", "record went well"),
+        *("is_pinned RuntimeError 507899", "copy RuntimeError 507899"),
+        *("host_empty_cache went well", "still pinned: True 16"),  # nor whether it could free it
         *(f"{name} RuntimeError 507010" for name in ("add", "copy", "cpu", "synchronize", "synchronize", "query")),
         "new_block RuntimeError 507010",
         "[2.0, 2.0, 2.0, 2.0]",

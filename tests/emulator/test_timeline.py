@@ -48,6 +48,14 @@ def test_every_operation_has_a_span(acl: Acl) -> None:
     assert times == sorted(times)
 
 
+def test_a_copy_of_pageable_memory_has_its_bytes(acl: Acl) -> None:
+    pageable = (ctypes.c_uint8 * NBYTES)()
+    with acl.buffers(NBYTES) as (device, _), ascend_emulator.record_timeline() as spans:
+        acl.copy(H2D, device, ctypes.addressof(pageable), NBYTES, 0)
+        acl.copy(D2H, ctypes.addressof(pageable), device, NBYTES // 2, 0)
+    assert [(span.name, span.nbytes) for span in spans] == [("copy_h2d", NBYTES), ("copy_d2h", NBYTES // 2)]
+
+
 def test_recordings_can_be_nested_and_keep_nothing_afterwards(acl: Acl) -> None:
     def memset(nbytes: int) -> None:
         acl.check("aclrtMemsetAsync", device, NBYTES, 0, nbytes, 0)

@@ -39,7 +39,7 @@ def get_cpu_offload_context(
     synchronization_dict: Mapping[int, tuple[bool, int, bool, int]] | None = None,
     *,
     device: str | torch.device | None = None,
-    host_bytes: int | str | None = None,
+    host_bytes: int | float | str | None = None,
 ) -> tuple[Any, ...]:
     """A context to run each layer in, and a function to pass each layer's output through:
 

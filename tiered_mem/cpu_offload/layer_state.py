@@ -44,7 +44,7 @@ class OffloadableLayerState:
         offload_stream: torch.Stream | None = None,
         retain_pinned_cpu_buffers: bool = False,
         *,
-        host_bytes: int | str | None = None,
+        host_bytes: int | float | str | None = None,
         manager: TieringManager | None = None,
     ) -> None:
         self.manager = manager or TieringManager(

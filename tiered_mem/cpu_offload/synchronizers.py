@@ -33,7 +33,7 @@ class OffloadSynchronizer:
         policy: Policy,
         variable_depth: bool = False,
         device: str | torch.device | None = None,
-        host_bytes: int | str | None = None,
+        host_bytes: int | float | str | None = None,
     ) -> None:
         if num_layers < 1:
             raise ValueError(f"a model has at least one layer, not {num_layers}")
@@ -104,7 +104,7 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
         offload_stream: torch.Stream | None = None,
         *,
         device: str | torch.device | None = None,
-        host_bytes: int | str | None = None,
+        host_bytes: int | float | str | None = None,
     ) -> None:
         super().__init__(
             num_layers,
@@ -132,7 +132,7 @@ class SynchronizationDictSynchronizer(OffloadSynchronizer):
         offload_stream: torch.Stream | None = None,
         *,
         device: str | torch.device | None = None,
-        host_bytes: int | str | None = None,
+        host_bytes: int | float | str | None = None,
     ) -> None:
         super().__init__(
             num_layers,
@@ -162,7 +162,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
         offload_stream: torch.Stream | None = None,
         *,
         device: str | torch.device | None = None,
-        host_bytes: int | str | None = None,
+        host_bytes: int | float | str | None = None,
     ) -> None:
         super().__init__(
             num_layers,

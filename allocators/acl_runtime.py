@@ -1,0 +1,108 @@
+"""Ascend's runtime by ctypes: its functions, and what it says of a failure."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from .base import OutOfHostMemory, human
+from .direct import cannot_pin
+
+# ACL_ERROR_BAD_ALLOC, ACL_ERROR_RT_MEMORY_ALLOCATION and ACL_ERROR_RT_DEVICE_OOM; the last is what a
+# device without host memory of its own says.
+_OUT_OF_MEMORY = frozenset({200000, 207001, 207018})
+_THREAD_LEVEL = 0
+_BUS_ID_BYTES = 32
+
+
+class AclRuntime:
+    """`library` is the name or path of Ascend's runtime; a name also finds a library that is loaded already.
+
+    Raises OSError if there is no such library.
+    """
+
+    def __init__(self, library: str = "libascendcl.so") -> None:
+        try:
+            self._runtime = ctypes.CDLL(library)
+        except OSError as error:
+            raise OSError(
+                f"cannot load Ascend's runtime {library!r}: {error}. Install CANN and source its set_env.sh, "
+                "pass the path of the library, or use PageableMemory"
+            ) from error
+        self._message = self.optional("aclGetRecentErrMsg", result=ctypes.c_char_p)
+        self._peek = self.optional("aclrtPeekAtLastError", ctypes.c_int)
+        self._clear = self.optional("aclrtGetLastError", ctypes.c_int)
+        self._bus_id = self.optional("aclrtDeviceGetPCIBusId", ctypes.c_int32, ctypes.c_char_p, ctypes.c_int32)
+
+    def function(self, name: str, *arguments: Any) -> Any:
+        """A function of these arguments' types that returns an ACL code. Raises OSError if there is none."""
+        function = self.optional(name, *arguments)
+        if function is None:
+            raise OSError(
+                f"{self._runtime._name!r} has no function {name}: it is not Ascend's runtime. "
+                "Pass the path of libascendcl.so, or use PageableMemory"
+            )
+        return function
+
+    def optional(self, name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
+        """A function of these types, or None where this version of the runtime has none of that name."""
+        function = getattr(self._runtime, name, None)
+        if function is None:
+            return None
+        function.restype = result
+        function.argtypes = arguments
+        return function
+
+    def error(self, function: str, code: int, nbytes: int | None = None) -> AclError:
+        """The error for a function that returned `code` just now, on this thread. It is told, so forgotten."""
+        # torch_npu puts the remembered code in place of that of a later failure, so a refused request
+        # that we report ourselves must not stay behind. Any other code is not ours to clear.
+        if self._peek and self._clear and self._peek(_THREAD_LEVEL) == code:
+            self._clear(_THREAD_LEVEL)
+        text: bytes | None = self._message() if self._message else None
+        detail = f": {text.decode(errors='replace').strip()}" if text else ""
+        return AclError(function, code, nbytes, detail)
+
+    def recall(self, function: str, nbytes: int) -> AclError:
+        """As `error`, for a function whose code somebody kept to themselves: the runtime remembers it."""
+        code = self._peek(_THREAD_LEVEL) if self._peek else 0
+        return self.error(function, code, nbytes)
+
+    def pci_bus_id(self, device: int) -> str | None:
+        """A device's place on the PCI bus, such as "0000:3d:00.0".
+
+        None where the runtime cannot tell: old ones, and devices that are not on PCI.
+        """
+        if self._bus_id is None:
+            return None
+        text = ctypes.create_string_buffer(_BUS_ID_BYTES)
+        code = self._bus_id(device, text, _BUS_ID_BYTES)
+        if code != 0:
+            self.error("aclrtDeviceGetPCIBusId", code)
+            return None
+        return text.value.decode()
+
+
+class AclError(RuntimeError):
+    """A function of Ascend's runtime failed with `code`, for `nbytes` bytes where the size is known."""
+
+    def __init__(self, function: str, code: int, nbytes: int | None, detail: str) -> None:
+        super().__init__(function, code, nbytes, detail)
+        self.function = function
+        self.code = code
+        self.nbytes = nbytes
+        self.detail = detail
+
+    def or_out_of_memory(self) -> AclError | OutOfHostMemory:
+        """What a refused request raises: this, or OutOfHostMemory where the code says that."""
+        if self.code not in _OUT_OF_MEMORY:
+            return self
+        return cannot_pin(f"{self.function} failed with ACL code {self.code}{self.detail}", self.nbytes or 0)
+
+    def __str__(self) -> str:
+        size = "" if self.nbytes is None else f" for {human(self.nbytes)} ({self.nbytes} bytes)"
+        return (
+            f"{self.function} failed with ACL code {self.code}{size}{self.detail}. "
+            "Look the code up in acl/error_codes/rt_error_codes.h; "
+            "if it says that there is no context, call torch.npu.set_device on this thread first"
+        )

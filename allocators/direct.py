@@ -1,0 +1,125 @@
+"""What sources have in common that get each region by itself."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from .base import (
+    ALIGNMENT,
+    OutOfHostMemory,
+    Region,
+    check_request,
+    not_allocated,
+    round_up,
+    still_allocated,
+)
+
+Held = TypeVar("Held")
+
+_LARGEST = sys.maxsize - (4 << 20)  # leaves room for alignment
+
+
+class DirectMemory(ABC, Generic[Held]):
+    """A `HostMemory` that keeps account of its regions. A subclass says how one is obtained and given back.
+
+    `Held` is what the subclass needs to give a region back. The object must outlive its regions, and does
+    not free them by itself.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[Region, Held]] = {}
+        self._used = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int) -> Region:
+        """See `HostMemory.allocate` and the class."""
+        check_request(self, nbytes, self._closed)
+        try:
+            if nbytes > _LARGEST:  # ctypes would cut it down to 64 bits without a word
+                raise OutOfHostMemory("no address range is that large", "Ask for less", nbytes, used=0)
+            ptr, held = self._obtain(nbytes)
+        except OutOfHostMemory as error:
+            # Whoever obtains a region does not know of the others.
+            raise OutOfHostMemory(
+                error.reason, error.advice, nbytes, self._used, limit=error.limit
+            ) from error.__cause__
+        region = Region(ptr, nbytes)
+        with self._lock:
+            self._live[ptr] = region, held
+            self._used += nbytes
+        return region
+
+    def deallocate(self, region: Region) -> None:
+        """Give a region back at once, without waiting for the device.
+
+        Raises ValueError if the region is unknown here or was freed already. Where giving it back fails
+        the region stays allocated, and the call can be repeated.
+        """
+        with self._lock:
+            entry = self._live.get(region.ptr)
+            if entry is None or entry[0] != region:
+                raise not_allocated(self, region)
+            self._give_back(region, entry[1])
+            del self._live[region.ptr]
+            self._used -= region.nbytes
+
+    def footprint(self, nbytes: int) -> int:
+        """Return how much memory a region takes: whole pages."""
+        return round_up(nbytes)
+
+    def close(self) -> None:
+        """Refuse further requests. Raises RuntimeError while regions are still allocated."""
+        with self._lock:
+            if self._live:
+                raise still_allocated(self, [region for region, _ in self._live.values()])
+            self._closed = True
+
+    @abstractmethod
+    def _obtain(self, nbytes: int) -> tuple[int, Held]:
+        """Return an address on a 4096-byte boundary with `nbytes` bytes, and what giving it back needs.
+
+        Where there is not enough memory it raises OutOfHostMemory, in which `used` need not be right.
+        """
+
+    @abstractmethod
+    def _give_back(self, region: Region, held: Held) -> None:
+        """Give a region back, or raise and leave it as it is. One thread at a time is in here."""
+
+
+class PinnedByRuntime(DirectMemory[int]):
+    """A `DirectMemory` of a device's runtime, which pins and frees at addresses of its own choice."""
+
+    def _obtain(self, nbytes: int) -> tuple[int, int]:
+        raw = self._pin(nbytes)
+        if raw % ALIGNMENT:
+            # Runtimes promise less than whole pages. Large requests lie on such all the same, so the
+            # bytes to spare are asked for only when they turn out to be needed.
+            self._unpin(raw, nbytes)
+            raw = self._pin(nbytes + ALIGNMENT)
+        return round_up(raw), raw
+
+    def _give_back(self, region: Region, held: int) -> None:
+        self._unpin(held, region.nbytes)
+
+    @abstractmethod
+    def _pin(self, nbytes: int) -> int:
+        """Return the address of `nbytes` bytes of pinned memory."""
+
+    @abstractmethod
+    def _unpin(self, raw: int, nbytes: int) -> None:
+        """Free what `_pin` returned."""
+
+
+def cannot_pin(reason: str, nbytes: int) -> OutOfHostMemory:
+    """The error for a runtime that has no memory to pin. Whoever raises it to users fills in what is in use."""
+    return OutOfHostMemory(
+        reason,
+        "Ask for smaller slabs or lower the host budget, and check the free RAM, ulimit -l and the "
+        "container's memory limit; PageableMemory needs no pinning, but copies then block",
+        needed=nbytes,
+        used=0,
+    )

@@ -1,0 +1,105 @@
+"""Memory of ours that a device's runtime is told of."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .base import Region
+from .pages import PageMemory, Pages, whole_pages
+
+_log = logging.getLogger("tiered_mem.allocators")
+
+
+class Registrar(Protocol):
+    """Makes host memory known to a device's runtime, so that copies are the device's own work.
+
+    A range is whole pages, and overlaps no other that is registered.
+    """
+
+    def register(self, ptr: int, nbytes: int) -> None:
+        """Raises OutOfHostMemory or RuntimeError, and leaves nothing registered."""
+        ...
+
+    def unregister(self, ptr: int) -> None:
+        """Take back the registration that starts at `ptr`. Raises RuntimeError, and leaves it."""
+        ...
+
+
+@dataclass(slots=True)
+class _Registered:
+    """Pages, and where the chunks of them start that are registered."""
+
+    pages: Pages
+    chunks: list[int] = field(default_factory=list)
+
+
+class RegisteredMemory(PageMemory[_Registered]):
+    """A `HostMemory` of pages that a device's runtime knows as pinned.
+
+    They are touched by several threads before they are registered, which takes a fraction of the time
+    that runtimes need to pin memory of their own. They are locked as well, since registration with some
+    drivers locks nothing; where the process may not lock them, this is logged once.
+
+    registrar: whose `register` pins. What it raises, allocate and deallocate raise.
+    numa_node: see `PageMemory`.
+    chunk_bytes: how much is registered in one piece; drivers refuse hundreds of GiB. A copy should
+        not cross from one chunk to the next, so the slabs of a pool on top should be smaller.
+
+    Raises ValueError if `chunk_bytes` is not whole pages.
+    """
+
+    def __init__(self, registrar: Registrar, *, numa_node: int | None = None, chunk_bytes: int = 64 << 30) -> None:
+        if chunk_bytes <= 0 or chunk_bytes != whole_pages(chunk_bytes):
+            raise ValueError(f"chunk_bytes must be whole pages of {whole_pages(1)} bytes, not {chunk_bytes}")
+        super().__init__(numa_node)
+        self._registrar = registrar
+        self._chunk_bytes = chunk_bytes
+        self._told_of_lock = False
+
+    def _obtain(self, nbytes: int) -> tuple[int, _Registered]:
+        pages = self._map(nbytes)
+        registered = _Registered(pages)
+        try:
+            pages.touch()
+            self._lock_in_ram(pages)
+            self._register(registered)
+        except BaseException:
+            self._undo(registered)
+            raise
+        return pages.ptr, registered
+
+    def _give_back(self, region: Region, held: _Registered) -> None:
+        while held.chunks:  # a repeated call goes on where the one before failed
+            self._registrar.unregister(held.chunks[-1])
+            held.chunks.pop()
+        held.pages.unmap()
+
+    def _register(self, registered: _Registered) -> None:
+        pages = registered.pages
+        end = pages.ptr + pages.nbytes
+        for start in range(pages.ptr, end, self._chunk_bytes):
+            self._registrar.register(start, min(self._chunk_bytes, end - start))
+            registered.chunks.append(start)
+
+    def _undo(self, registered: _Registered) -> None:
+        region = Region(registered.pages.ptr, registered.pages.nbytes)
+        try:
+            self._give_back(region, registered)
+        except (OSError, RuntimeError) as error:
+            # A device may still reach what stayed registered, so nobody else may get these addresses.
+            _log.error("%s stay mapped for good, because giving them back failed: %s", region, error)
+
+    def _lock_in_ram(self, pages: Pages) -> None:
+        try:
+            pages.lock()
+        except OSError as error:
+            if not self._told_of_lock:
+                self._told_of_lock = True
+                _log.warning(
+                    "registered memory is not locked: %s. With an old driver, which does not lock it either, "
+                    "the system may swap it out under the device. Raise the limit with ulimit -l, or give the "
+                    "process CAP_IPC_LOCK",
+                    error.strerror,
+                )

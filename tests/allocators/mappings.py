@@ -1,0 +1,75 @@
+"""What the kernel says of this process's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+
+
+def is_mapped(ptr: int) -> bool:
+    return any(ptr in mapping for mapping in mappings())
+
+
+def mappings() -> list[range]:
+    """The address ranges that may be written to."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [range(*(int(end, 16) for end in ends.split("-"))) for ends, rights, *_ in lines if rights[1] == "w"]
+
+
+def mapped_bytes() -> int:
+    return sum(map(len, mappings()))
+
+
+def resident_pages(ptr: int, nbytes: int) -> list[bool]:
+    """Whether each page of a range is in RAM."""
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(ptr), ctypes.c_size_t(nbytes), pages) == 0, ctypes.get_errno()
+    return [bool(page & 1) for page in pages]
+
+
+def flags_of(ptr: int) -> set[str]:
+    """The kernel's flags for the mapping that an address lies in, such as "hg" where huge pages are asked for."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *words = line.split()
+        if not name.endswith(":"):
+            start, end = (int(each, 16) for each in name.split("-"))
+            here = start <= ptr < end
+        elif here and name == "VmFlags:":
+            return set(words)
+    pytest.skip("this kernel tells no flags of mappings")
+
+
+def node_policy_of(ptr: int) -> str:
+    """The NUMA policy of the mapping that starts at an address, such as "prefer:0"."""
+    numa_maps = Path("/proc/self/numa_maps")
+    if not numa_maps.exists():
+        pytest.skip("this kernel knows nothing of NUMA")
+    for line in numa_maps.read_text().splitlines():
+        start, policy = line.split()[:2]
+        if int(start, 16) == ptr:
+            return policy
+    raise AssertionError(f"nothing is mapped from {ptr:#x} on")
+
+
+def locked_bytes() -> int:
+    """How much of this process's memory is locked in RAM."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmLck:"):
+            return int(line.split()[1]) << 10
+    pytest.skip("this kernel does not tell how much is locked")
+
+
+def needs_locked(nbytes: int) -> None:
+    """Skips the test where this process may not lock so much."""
+    libc = ctypes.CDLL(None)
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        first = ctypes.c_char.from_buffer(mapping)
+        refused = libc.mlock(ctypes.byref(first), ctypes.c_size_t(nbytes))
+        del first
+    if refused:
+        pytest.skip(f"this process may not lock {nbytes >> 20} MiB in RAM: see ulimit -l")

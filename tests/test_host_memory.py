@@ -1,0 +1,143 @@
+"""Where a manager's host memory comes from, how much it takes, and what it does where there is less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.conftest import EMULATED
+from tests.emulator.launch import EMULATOR, run, write_script
+from tests.models import is_empty, is_right_step
+from tiered_mem import TieringManager
+from tiered_mem.allocators import CountedMemory, LimitedMemory, PageableMemory, SlabPool
+from tiered_mem.errors import PinningFailed
+
+ROOT = Path(__file__).parent.parent
+MIB = 1 << 20
+only_emulated = pytest.mark.skipif(not EMULATED, reason="only the emulated runtime can be told what to refuse")
+
+
+@pytest.mark.parametrize(
+    ("pin", "source"),
+    [
+        (True, "AclPinnedMemory"),
+        ("try", "AclPinnedMemory"),
+        ("acl", "AclPinnedMemory"),
+        ("npurt", "RegisteredMemory"),
+        ("acl-register", "RegisteredMemory"),
+        ("torch", "TorchPinnedMemory"),
+    ],
+)
+@only_emulated
+def test_sources_of_pinned_memory(pin: bool | str, source: str, device: str) -> None:
+    with TieringManager(policy="layer-order", device=device, host_bytes="16MiB", pin=pin) as manager:
+        assert is_right_step(manager, device)
+        stats = manager.stats()
+        assert stats["host.source"] == source
+        assert stats["host.reserved.current"] == 16 * MIB
+        assert int(stats["offloaded.blocks.total"]) > 0
+        assert stats["blocking.copies.total"] == stats["blocking.bytes.total"] == 0
+
+
+@pytest.mark.parametrize(("pin", "source"), [(False, "PageableMemory"), ("locked", "LockedMemory")])
+def test_copies_from_memory_that_is_not_pinned_are_counted(pin: bool | str, source: str, device: str) -> None:
+    with TieringManager(policy="layer-order", device=device, host_bytes="4MiB", pin=pin) as manager:
+        assert is_right_step(manager, device)
+        stats = manager.stats()
+        assert stats["host.source"] == source
+        moved = {
+            what: [int(stats[f"{name}.{what}.total"]) for name in ("offloaded", "reloaded")]
+            for what in ("blocks", "bytes")
+        }
+        assert stats["blocking.copies.total"] == sum(moved["blocks"]) > 0
+        assert stats["blocking.bytes.total"] == sum(moved["bytes"])
+        assert "copies that blocked the host" in manager.memory_summary()
+
+
+def test_a_source_that_is_not_known_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=r"pin='hope' is not known; say True, False, 'try', or one of acl, npurt,"):
+        TieringManager(policy="layer-order", device=device, pin="hope")
+
+
+def test_a_source_of_another_device_is_refused(device: str) -> None:
+    other = "cudart" if device == "npu" else "acl"
+    with pytest.raises(
+        PinningFailed, match=rf"no pinned host memory for {device}:0: {other}: .*pin='try' or pin=False"
+    ):
+        TieringManager(policy="layer-order", device=device, host_bytes="4MiB", pin=other)
+
+
+def test_memory_is_taken_at_construction_where_the_size_is_said(device: str) -> None:
+    for arguments, reserved in (
+        ({"host_bytes": "8MiB"}, 8 * MIB),
+        ({"host_bytes": "8MiB", "preallocate": False}, 0),
+        ({}, 0),
+        ({"host_bytes": "auto"}, 0),
+    ):
+        with TieringManager(policy="layer-order", device=device, **arguments) as manager:
+            assert manager.stats()["host.reserved.current"] == reserved
+            calls = int(manager.stats()["host.source_calls.total"])
+            assert is_right_step(manager, device)
+            grown = int(manager.stats()["host.source_calls.total"]) > calls
+            assert grown == (reserved == 0)
+
+
+def test_managers_share_a_pool_that_outlives_them(device: str) -> None:
+    source = CountedMemory(LimitedMemory(PageableMemory(), 8 * MIB))
+    pool = SlabPool(source, capacity=8 * MIB)
+    with TieringManager(policy="layer-order", device=device, host_pool=pool) as one:
+        with TieringManager(policy="layer-order", device=device, host_pool=pool) as other:
+            assert is_right_step(one, device)
+            assert is_right_step(other, device)
+        assert is_right_step(one, device)
+        assert is_empty(one)
+    assert pool.stats().used == 0
+    assert source.counts().regions.current == pool.stats().slabs > 0
+    pool.close()
+    assert source.counts().regions.current == 0
+
+
+@pytest.mark.parametrize("arguments", [{"host_bytes": "8MiB"}, {"pin": False}, {"preallocate": True}])
+def test_a_pool_and_what_describes_one_exclude_each_other(arguments: dict[str, object], device: str) -> None:
+    pool = SlabPool(PageableMemory())
+    with pytest.raises(ValueError, match="host_pool comes in place of host_bytes, pin and preallocate"):
+        TieringManager(policy="layer-order", device=device, host_pool=pool, **arguments)  # type: ignore[arg-type]
+
+
+LESS = """
+    import ascend_emulator, logging, torch
+    from pathlib import Path
+    from tests.models import is_right_step
+    from tiered_mem import TieringManager
+    from tiered_mem.errors import PinningFailed
+
+    logging.basicConfig(format="%(levelname)s %(message)s", level="WARNING")
+
+    def show(**arguments):
+        try:
+            with TieringManager(policy="layer-order", device="npu", host_bytes="96MiB", **arguments) as manager:
+                right = is_right_step(manager, "npu")
+                stats = manager.stats()
+                blocking = stats["blocking.copies.total"]
+                print(right, stats["host.source"], stats["host.reserved.current"] >> 20, blocking)
+        except PinningFailed as error:
+            print(str(error).replace(chr(10), " "))
+    """
+
+
+@only_emulated
+def test_where_nothing_can_be_pinned(tmp_path: Path) -> None:
+    script = write_script(tmp_path, dedent(LESS) + "show()\nshow(pin='try')\nshow(pin=False)\n")
+    result = run(*EMULATOR, "--host", "1MiB", script, cwd=tmp_path, pythonpath=ROOT)
+    assert result.returncode == 0, result.stderr
+    refused, unpinned, asked = result.stdout.splitlines()
+    assert refused.startswith(
+        "no pinned host memory for npu:0: acl: AclPinnedMemory did not give a slab of 2.0 MiB"
+    )
+    assert "pinned already 0.0 MiB of 1.0 MiB" in refused
+    assert all(f"; {name}: " in refused for name in ("npurt", "acl-register", "torch"))
+    assert unpinned.startswith("True PageableMemory 96 ")
+    assert asked == unpinned
+    assert result.stderr.count("WARNING host memory is not pinned, and the host waits at each copy") == 1
