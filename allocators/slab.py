@@ -39,8 +39,8 @@ class SlabPool:
     are. A region never crosses slabs. The pool computes with addresses only and never touches the memory.
 
     It grows on demand, at most to `capacity` bytes (None: no limit), by slabs that hold eight of the largest
-    requests so far, but of about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A slab
-    holds a whole number of the request that it is taken for, since what is left at its end is lost to large
+    requests so far, but of about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A
+    slab holds a whole number of the request that it is taken for, since what is left at its end is lost to large
     requests. A source that refuses a slab is asked for smaller ones.
 
     The source must outlive the pool and is not closed by it.
