@@ -13,11 +13,10 @@ setup: compiler $(VENV)/.installed
 demo: setup
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s examples/train_gpt.py
 
-# Without the race detector torch_npu's task queue is on, as it is by default on hardware. Tests about timing run in
-# the first two runs, which therefore have the machine to themselves.
+# Without the race detector torch_npu's task queue is on, as it is by default on hardware.
 test: setup
-	$(RUN) -m pytest
-	ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE=eager $(RUN) -m pytest $(DEVICE_TESTS)
+	$(RUN) -m pytest $(BY_TWO)
+	ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE=eager $(RUN) -m pytest $(BY_TWO) $(DEVICE_TESTS)
 	ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE=late $(RUN) -m pytest $(BY_TWO) $(DEVICE_TESTS)
 	ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE=random $(RUN) -m pytest $(BY_TWO) $(DEVICE_TESTS)
 
@@ -32,6 +31,9 @@ lint: setup
 bench: setup
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.offload_overhead
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.offload_hooks
+	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.link_speed
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_replay
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_speed
 
 compiler:
 	@command -v $(CXX) >/dev/null || \

@@ -12,6 +12,7 @@ from .pageable import LockedMemory, PageableMemory
 from .recorded import Allocated, Deallocated, Marked, Operation, RecordedPool, read_trace
 from .registered import RegisteredMemory, Registrar
 from .retried import RetriedMemory
+from .runtime import cannot_pin
 from .slab import SlabPool
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Registrar",
     "RetriedMemory",
     "SlabPool",
+    "cannot_pin",
     "node_of_pci",
     "read_trace",
     "round_up",

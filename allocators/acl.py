@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from .acl_runtime import AclError, AclRuntime
-from .direct import PinnedByRuntime
+from .acl_runtime import AclRuntime
+from .runtime import PinnedByRuntime
 
 
 class AclPinnedMemory(PinnedByRuntime):
@@ -20,24 +20,7 @@ class AclPinnedMemory(PinnedByRuntime):
     """
 
     def __init__(self, library: str = "libascendcl.so") -> None:
-        super().__init__()
-        self._runtime = AclRuntime(library)
-        self._malloc = self._runtime.function("aclrtMallocHost", ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t)
-        self._free = self._runtime.function("aclrtFreeHost", ctypes.c_void_p)
-
-    def _pin(self, nbytes: int) -> int:
-        pointer = ctypes.c_void_p()
-        code = self._malloc(ctypes.byref(pointer), nbytes)
-        if code != 0:
-            raise self._runtime.error("aclrtMallocHost", code, nbytes).or_out_of_memory()
-        if pointer.value is None:
-            raise AclError("aclrtMallocHost", code, nbytes, ": it returned a null pointer")
-        return pointer.value
-
-    def _unpin(self, raw: int, nbytes: int) -> None:
-        code = self._free(raw)
-        if code != 0:
-            raise self._runtime.error("aclrtFreeHost", code, nbytes)
+        super().__init__(AclRuntime(library), "aclrtMallocHost", "aclrtFreeHost")
 
 
 class AclRegistrar:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, ClassVar
 
-from .base import OutOfHostMemory, human
-from .direct import cannot_pin
+from .runtime import RuntimeFailure
 
-# ACL_ERROR_BAD_ALLOC, ACL_ERROR_RT_MEMORY_ALLOCATION and ACL_ERROR_RT_DEVICE_OOM; the last is what a
-# device without host memory of its own says.
-_OUT_OF_MEMORY = frozenset({200000, 207001, 207018})
 _THREAD_LEVEL = 0
 _BUS_ID_BYTES = 32
+
+
+class AclError(RuntimeFailure):
+    """A function of Ascend's runtime failed with `code`, for `nbytes` bytes where the size is known."""
+
+    _kind_of_code = "ACL code"
+    # ACL_ERROR_BAD_ALLOC, ACL_ERROR_RT_MEMORY_ALLOCATION and ACL_ERROR_RT_DEVICE_OOM; the last is what a
+    # device without host memory of its own says.
+    _out_of_memory = frozenset({200000, 207001, 207018})
+    _advice = (
+        "Look the code up in acl/error_codes/rt_error_codes.h; "
+        "if it says that there is no context, call torch.npu.set_device on this thread first"
+    )
 
 
 class AclRuntime:
@@ -20,6 +29,8 @@ class AclRuntime:
 
     Raises OSError if there is no such library.
     """
+
+    failure: ClassVar[type[RuntimeFailure]] = AclError
 
     def __init__(self, library: str = "libascendcl.so") -> None:
         try:
@@ -60,8 +71,7 @@ class AclRuntime:
         if self._peek and self._clear and self._peek(_THREAD_LEVEL) == code:
             self._clear(_THREAD_LEVEL)
         text: bytes | None = self._message() if self._message else None
-        detail = f": {text.decode(errors='replace').strip()}" if text else ""
-        return AclError(function, code, nbytes, detail)
+        return AclError(function, code, nbytes, (text or b"").decode(errors="replace").strip())
 
     def recall(self, function: str, nbytes: int) -> AclError:
         """As `error`, for a function whose code somebody kept to themselves: the runtime remembers it."""
@@ -81,28 +91,3 @@ class AclRuntime:
             self.error("aclrtDeviceGetPCIBusId", code)
             return None
         return text.value.decode()
-
-
-class AclError(RuntimeError):
-    """A function of Ascend's runtime failed with `code`, for `nbytes` bytes where the size is known."""
-
-    def __init__(self, function: str, code: int, nbytes: int | None, detail: str) -> None:
-        super().__init__(function, code, nbytes, detail)
-        self.function = function
-        self.code = code
-        self.nbytes = nbytes
-        self.detail = detail
-
-    def or_out_of_memory(self) -> AclError | OutOfHostMemory:
-        """What a refused request raises: this, or OutOfHostMemory where the code says that."""
-        if self.code not in _OUT_OF_MEMORY:
-            return self
-        return cannot_pin(f"{self.function} failed with ACL code {self.code}{self.detail}", self.nbytes or 0)
-
-    def __str__(self) -> str:
-        size = "" if self.nbytes is None else f" for {human(self.nbytes)} ({self.nbytes} bytes)"
-        return (
-            f"{self.function} failed with ACL code {self.code}{size}{self.detail}. "
-            "Look the code up in acl/error_codes/rt_error_codes.h; "
-            "if it says that there is no context, call torch.npu.set_device on this thread first"
-        )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from typing import Any
+from typing import Any, ClassVar
 
-from .base import OutOfHostMemory, human
-from .direct import PinnedByRuntime, cannot_pin
+from .runtime import PinnedByRuntime, RuntimeFailure
 
 _LIBRARIES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so")
-_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 
 
 class CudaPinnedMemory(PinnedByRuntime):
@@ -28,26 +26,7 @@ class CudaPinnedMemory(PinnedByRuntime):
     PORTABLE = 1  # cudaHostAllocPortable
 
     def __init__(self, library: str | None = None) -> None:
-        super().__init__()
-        self._runtime = _CudaRuntime(library)
-        self._alloc = self._runtime.function(
-            "cudaHostAlloc", ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_uint
-        )
-        self._free = self._runtime.function("cudaFreeHost", ctypes.c_void_p)
-
-    def _pin(self, nbytes: int) -> int:
-        pointer = ctypes.c_void_p()
-        code = self._alloc(ctypes.byref(pointer), nbytes, self.PORTABLE)
-        if code != 0:
-            raise self._runtime.error("cudaHostAlloc", code, nbytes).or_out_of_memory()
-        if pointer.value is None:
-            raise CudaError("cudaHostAlloc", code, nbytes, "it returned a null pointer")
-        return pointer.value
-
-    def _unpin(self, raw: int, nbytes: int) -> None:
-        code = self._free(raw)
-        if code != 0:
-            raise self._runtime.error("cudaFreeHost", code, nbytes)
+        super().__init__(_CudaRuntime(library), "cudaHostAlloc", "cudaFreeHost", self.PORTABLE)
 
 
 class CudaRegistrar:
@@ -76,33 +55,18 @@ class CudaRegistrar:
             raise self._runtime.error("cudaHostUnregister", code)
 
 
-class CudaError(RuntimeError):
+class CudaError(RuntimeFailure):
     """A function of the CUDA runtime failed with `code`, for `nbytes` bytes where the size is known."""
 
-    def __init__(self, function: str, code: int, nbytes: int | None, detail: str) -> None:
-        super().__init__(function, code, nbytes, detail)
-        self.function = function
-        self.code = code
-        self.nbytes = nbytes
-        self.detail = detail
-
-    def or_out_of_memory(self) -> CudaError | OutOfHostMemory:
-        """What a refused request raises: this, or OutOfHostMemory where the code says that."""
-        if self.code != _MEMORY_ALLOCATION:
-            return self
-        reason = f"{self.function} failed with CUDA error {self.code}: {self.detail}"
-        return cannot_pin(reason, self.nbytes or 0)
-
-    def __str__(self) -> str:
-        size = "" if self.nbytes is None else f" for {human(self.nbytes)} ({self.nbytes} bytes)"
-        return (
-            f"{self.function} failed with CUDA error {self.code}{size}: {self.detail}. It may be the error of "
-            "work that was queued before; CUDA_LAUNCH_BLOCKING=1 tells"
-        )
+    _kind_of_code = "CUDA error"
+    _out_of_memory = frozenset({2})  # cudaErrorMemoryAllocation
+    _advice = "It may be the error of work that was queued before; CUDA_LAUNCH_BLOCKING=1 tells"
 
 
 class _CudaRuntime:
     """The functions of libcudart, and what it says of a failure."""
+
+    failure: ClassVar[type[RuntimeFailure]] = CudaError
 
     def __init__(self, library: str | None) -> None:
         self._runtime = _load(library)

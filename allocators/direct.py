@@ -7,15 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from .base import (
-    ALIGNMENT,
-    OutOfHostMemory,
-    Region,
-    check_request,
-    not_allocated,
-    round_up,
-    still_allocated,
-)
+from .base import OutOfHostMemory, Region, check_request, not_allocated, round_up, still_allocated
 
 Held = TypeVar("Held")
 
@@ -88,38 +80,3 @@ class DirectMemory(ABC, Generic[Held]):
     @abstractmethod
     def _give_back(self, region: Region, held: Held) -> None:
         """Give a region back, or raise and leave it as it is. One thread at a time is in here."""
-
-
-class PinnedByRuntime(DirectMemory[int]):
-    """A `DirectMemory` of a device's runtime, which pins and frees at addresses of its own choice."""
-
-    def _obtain(self, nbytes: int) -> tuple[int, int]:
-        raw = self._pin(nbytes)
-        if raw % ALIGNMENT:
-            # Runtimes promise less than whole pages. Large requests lie on such all the same, so the
-            # bytes to spare are asked for only when they turn out to be needed.
-            self._unpin(raw, nbytes)
-            raw = self._pin(nbytes + ALIGNMENT)
-        return round_up(raw), raw
-
-    def _give_back(self, region: Region, held: int) -> None:
-        self._unpin(held, region.nbytes)
-
-    @abstractmethod
-    def _pin(self, nbytes: int) -> int:
-        """Return the address of `nbytes` bytes of pinned memory."""
-
-    @abstractmethod
-    def _unpin(self, raw: int, nbytes: int) -> None:
-        """Free what `_pin` returned."""
-
-
-def cannot_pin(reason: str, nbytes: int) -> OutOfHostMemory:
-    """The error for a runtime that has no memory to pin. Whoever raises it to users fills in what is in use."""
-    return OutOfHostMemory(
-        reason,
-        "Ask for smaller slabs or lower the host budget, and check the free RAM, ulimit -l and the "
-        "container's memory limit; PageableMemory needs no pinning, but copies then block",
-        needed=nbytes,
-        used=0,
-    )

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .base import ALIGNMENT, Region
 from .size_index import SizeIndex
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Slab:
-    """A region of the pool's source, from `start` to `end`."""
-
-    region: Region
-    start: int
-    end: int
 
 
 class FreeRanges:
     """Ranges of addresses in whole units of 4096 bytes, none of which touches another one of its slab.
 
-    Found by where they begin, by where they end, and by size. Nothing here takes longer for being many.
+    Found by where they begin, by where they end, and by size. Nothing here takes longer for being many, but for
+    `take_slab`, which may look at all of one size. A slab is a region of the pool's source.
     """
 
     __slots__ = ("_begin_at", "_end_at", "_of_size", "_sizes")
 
     def __init__(self) -> None:
-        self._begin_at: dict[int, tuple[int, Slab]] = {}  # start: size and slab
+        self._begin_at: dict[int, tuple[int, Region]] = {}  # start: size and slab
         self._end_at: dict[int, int] = {}  # end: start
         self._of_size: dict[int, dict[int, None]] = {}  # size: starts
         self._sizes = SizeIndex()
@@ -35,12 +25,12 @@ class FreeRanges:
         """The size of the largest; 0 if there is none."""
         return self._sizes.largest() * ALIGNMENT
 
-    def covers(self, slab: Slab) -> bool:
+    def covers(self, slab: Region) -> bool:
         """Whether the whole slab is free."""
-        found = self._begin_at.get(slab.start)
-        return found is not None and found[0] == slab.region.nbytes
+        found = self._begin_at.get(slab.ptr)
+        return found is not None and found[0] == slab.nbytes
 
-    def add(self, start: int, size: int, slab: Slab) -> None:
+    def add(self, start: int, size: int, slab: Region) -> None:
         """A range that touches no other one of its slab."""
         self._begin_at[start] = size, slab
         self._end_at[start + size] = start
@@ -51,7 +41,7 @@ class FreeRanges:
         else:
             starts[start] = None
 
-    def take(self, start: int) -> tuple[int, int, Slab]:
+    def take(self, start: int) -> tuple[int, int, Region]:
         """Removes the range that begins there. Returns its start, size and slab."""
         size, slab = self._begin_at.pop(start)
         del self._end_at[start + size]
@@ -63,7 +53,7 @@ class FreeRanges:
             del starts[start]
         return start, size, slab
 
-    def take_smallest(self, size: int) -> tuple[int, int, Slab] | None:
+    def take_smallest(self, size: int) -> tuple[int, int, Region] | None:
         """Removes the smallest range of at least `size` bytes, of several the newest. None if there is none."""
         units = self._sizes.at_least(size // ALIGNMENT)
         if units is None:
@@ -77,15 +67,22 @@ class FreeRanges:
         del self._end_at[start + found]
         return start, *self._begin_at.pop(start)
 
-    def merge(self, start: int, size: int, slab: Slab) -> None:
+    def take_slab(self, size: int) -> tuple[int, int, Region] | None:
+        """Removes a range of `size` bytes that is a whole slab. None if there is none."""
+        for start in self._of_size.get(size, ()):
+            if self._begin_at[start][1].nbytes == size:
+                return self.take(start)
+        return None
+
+    def merge(self, start: int, size: int, slab: Region) -> None:
         """Adds a range, made one with those of its slab that it touches."""
         end = start + size
-        if start != slab.start:
+        if start != slab.ptr:
             before = self._end_at.get(start)
             if before is not None:
                 start = before
                 self.take(before)
-        if end != slab.end and end in self._begin_at:
+        if end != slab.ptr + slab.nbytes and end in self._begin_at:
             _, after, _ = self.take(end)
             end += after
         self.add(start, end - start, slab)

@@ -21,7 +21,7 @@ from .base import (
     round_up,
     still_allocated,
 )
-from .free_ranges import FreeRanges, Slab
+from .free_ranges import FreeRanges
 
 _log = logging.getLogger("tiered_mem.allocators")
 
@@ -57,9 +57,10 @@ class SlabPool:
         self._source = source
         self._slab_bytes = round_up(slab_bytes)
         self._capacity = None if capacity is None else capacity // ALIGNMENT * ALIGNMENT
-        self._slabs: dict[int, Slab] = {}  # by address
+        self._beyond_units = 0 if capacity is None else capacity % ALIGNMENT  # no region can have these
+        self._slabs: dict[int, Region] = {}  # by address
         self._free = FreeRanges()
-        self._live: dict[int, tuple[Region, Slab]] = {}
+        self._live: dict[int, tuple[Region, Region]] = {}  # by address: a region and its slab
         self._reserved = 0
         self._used = 0
         self._peak = 0
@@ -127,20 +128,24 @@ class SlabPool:
         return round_up(nbytes)
 
     def preallocate(self, nbytes: int) -> None:
-        """Have `nbytes` reserved, in slabs of `slab_bytes`, so that no step has to wait for a slab.
+        """Have `nbytes` reserved, so that no step has to wait for a slab. The slabs are of up to 16 GiB.
 
-        It is less by up to a 16th of a slab where the source rounds up and the capacity allows no more. Raises
-        ValueError above the capacity, and OutOfHostMemory where the source gives less; what it gave is kept.
+        It is less where the capacity allows no more: by less than 4096 bytes if the capacity is not whole units, by
+        up to a 16th of `slab_bytes` if the source rounds up. Raises ValueError above the capacity, and
+        OutOfHostMemory where the source gives less; what it gave is kept.
         """
         with self._alone():
             check_request(self, nbytes, self._closed)
-            if self._capacity is not None and nbytes > self._capacity:
-                raise ValueError(f"cannot preallocate {human(nbytes)} in a pool of at most {human(self._capacity)}")
             wanted = round_up(nbytes)
+            if self._capacity is not None:
+                most = self._capacity + self._beyond_units
+                if nbytes > most:
+                    raise ValueError(f"cannot preallocate {human(nbytes)} in a pool of at most {human(most)}")
+                wanted = min(wanted, self._capacity)
             began = time.perf_counter()
             while self._reserved < wanted:
                 short = min(_LARGEST_SLAB, wanted - self._reserved)
-                least = min(short, max(ALIGNMENT, self._slab_bytes // 16))
+                least = min(short, round_up(self._slab_bytes // 16))
                 if self._capacity is not None and self._source.footprint(least) > self._capacity - self._reserved:
                     break
                 self._add_slab(short, least)
@@ -149,7 +154,7 @@ class SlabPool:
     def slab(self, region: Region) -> Region:
         """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
         with self._lock:
-            return self._slab_of(region).region
+            return self._slab_of(region)
 
     def stats(self) -> PoolStats:
         """Return the counters of this moment."""
@@ -216,23 +221,23 @@ class SlabPool:
             region = self._brought.pop()
             self._take_back(region, self._live[region.ptr][1])
 
-    def _take_back(self, region: Region, slab: Slab) -> None:
+    def _take_back(self, region: Region, slab: Region) -> None:
         del self._live[region.ptr]
         size = round_up(region.nbytes)
         self._used -= size
         self._free.merge(region.ptr, size, slab)
 
-    def _slab_of(self, region: Region) -> Slab:
+    def _slab_of(self, region: Region) -> Region:
         known, slab = self._live.get(region.ptr, (None, None))
         if slab is None or known != region:
             raise not_allocated(self, region)
         return slab
 
-    def _own_slab(self, size: int) -> tuple[int, int, Slab] | None:
+    def _own_slab(self, size: int) -> tuple[int, int, Region] | None:
         """A free slab of exactly that size, a new one if need be. None if the capacity or the source has none."""
-        for slab in self._slabs.values():
-            if slab.region.nbytes == size and self._free.covers(slab):
-                return self._free.take(slab.region.ptr)
+        found = self._free.take_slab(size)
+        if found is not None:
+            return found
         cost = self._source.footprint(size)
         if self._capacity is not None and cost > self._capacity - self._reserved:
             return None
@@ -241,9 +246,9 @@ class SlabPool:
         except OutOfHostMemory as error:
             _log.warning("a resident region of %s shares a slab with others: %s", human(size), error)
             return None
-        return self._free.take(slab.region.ptr)
+        return self._free.take(slab.ptr)
 
-    def _grow(self, size: int) -> tuple[int, int, Slab]:
+    def _grow(self, size: int) -> tuple[int, int, Region]:
         """A new slab with room for `size` bytes, taken as a free range."""
         if self._capacity is not None:
             if self._source.footprint(size) > self._capacity:
@@ -255,8 +260,8 @@ class SlabPool:
             self._make_room(size, self._capacity)
         began = time.perf_counter()
         slab = self._add_slab(self._step(size), size)
-        self._log_growth("pool grew by", slab.region.nbytes, began)
-        return self._free.take(slab.start)
+        self._log_growth("pool grew by", slab.nbytes, began)
+        return self._free.take(slab.ptr)
 
     def _step(self, size: int) -> int:
         """The bytes of a slab for a pool that needs room for `size`: as near to whole such requests as may be."""
@@ -275,13 +280,13 @@ class SlabPool:
             wanted = max(least, left if wanted > left else wanted // 2 // ALIGNMENT * ALIGNMENT)
         return wanted
 
-    def _add_slab(self, wanted: int, least: int) -> Slab:
+    def _add_slab(self, wanted: int, least: int) -> Region:
         """A new slab of `wanted` bytes, or, as often as the source has no such one, of half of that."""
         while True:
             nbytes = self._source.footprint(self._within_capacity(wanted, least))
             self._source_calls += 1
             try:
-                region = self._source.allocate(nbytes)
+                slab = self._source.allocate(nbytes)
                 break
             except Exception as error:
                 self._source_failures += 1
@@ -293,10 +298,12 @@ class SlabPool:
                 if wanted == least or not isinstance(error, OutOfHostMemory):
                     raise refusal from error
                 wanted = max(least, round_up(wanted // 2))
-                _log.warning("%s. Trying %s", refusal.reason, human(wanted))
-        slab = self._slabs[region.ptr] = Slab(region, region.ptr, region.ptr + nbytes)
+                # A source that is dry stays so, and says it at each growth.
+                level = logging.WARNING if self._source_failures == 1 else logging.DEBUG
+                _log.log(level, "%s. Trying %s. Later refusals are only counted", refusal.reason, human(wanted))
+        self._slabs[slab.ptr] = slab
         self._reserved += nbytes
-        self._free.add(region.ptr, nbytes, slab)
+        self._free.add(slab.ptr, nbytes, slab)
         return slab
 
     def _log_growth(self, what: str, nbytes: int, began: float) -> None:
@@ -315,7 +322,7 @@ class SlabPool:
         short = self._source.footprint(size) - (capacity - self._reserved)
         if short <= 0:
             return
-        if short > sum(slab.region.nbytes for slab in self._empty()):
+        if short > sum(slab.nbytes for slab in self._empty()):
             raise self._out_of_memory(
                 f"a request of {human(size)} does not fit into the pool now",
                 "Free regions and try again, or raise the capacity",
@@ -336,14 +343,14 @@ class SlabPool:
         for slab in self._empty():
             if given >= wanted:
                 break
-            self._source.deallocate(slab.region)
-            self._free.take(slab.start)
-            del self._slabs[slab.start]
-            self._reserved -= slab.region.nbytes
-            given += slab.region.nbytes
+            self._source.deallocate(slab)
+            self._free.take(slab.ptr)
+            del self._slabs[slab.ptr]
+            self._reserved -= slab.nbytes
+            given += slab.nbytes
         return given
 
-    def _empty(self) -> list[Slab]:
+    def _empty(self) -> list[Region]:
         return [slab for slab in self._slabs.values() if self._free.covers(slab)]
 
     def _out_of_memory(self, reason: str, advice: str, size: int) -> OutOfHostMemory:

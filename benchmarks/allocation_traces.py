@@ -12,9 +12,9 @@ from tiered_mem.allocators import Allocated, Deallocated, Marked, Operation, rou
 MIB = 1 << 20
 STEPS = 60
 # What the offload context and the store do by themselves: smaller tensors stay on the device, and what leaves
-# together shares a lease of up to 64 MiB.
+# together shares a lease of up to 8 MiB.
 MIN_BYTES = MIB
-LEASE_BYTES = 64 * MIB
+LEASE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)

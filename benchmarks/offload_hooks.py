@@ -31,6 +31,7 @@ from rich.table import Table
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.devices import find_device
 from examples.gpt import GPT, batches, standard_library
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
@@ -43,7 +44,7 @@ PEERS = {"torchtune": "torchtune.training._activation_offloading", "TRL": "trl.m
 
 def main() -> int:
     options = parse()
-    kind = find_device()
+    kind = find_device("-m benchmarks.offload_hooks")
     console = Console()
     asked = Size(options.layers, options.width, options.context, options.batch)
     tables = []
@@ -306,14 +307,6 @@ def table(name: str, size: Size, saved: int, rows: list[Row]) -> Table:
         ]
         result.add_row(each.name, *cells, each.gradients)
     return result
-
-
-def find_device() -> str:
-    for kind in ("npu", "cuda"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return kind
-    sys.exit("no NPU and no CUDA GPU here; run it as python -m ascend_emulator -m benchmarks.offload_hooks")
 
 
 def parse() -> argparse.Namespace:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.report import report
+from examples.devices import find_device
 from examples.gpt import GPT, batches, standard_library
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
@@ -26,9 +27,7 @@ from tiered_mem.policies import LayerOrderPolicy
 
 def main() -> None:
     options = parse()
-    kind = next(
-        kind for kind in ("npu", "cuda") if getattr(torch, kind, None) and getattr(torch, kind).is_available()
-    )
+    kind = find_device("-m benchmarks.offload_overhead")
     console = Console()
     step = Step(kind, options)
     policy = LayerOrderPolicy(options.offload, in_flight=options.in_flight)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import torch
 
+from examples.devices import find_device
 from examples.gpt import GPT, batches, standard_library
 from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, RecordedPool, SlabPool
@@ -41,7 +41,7 @@ def record(folder: Path) -> list[Path]:
 
 def trace_of(batch: int, lengths: Sequence[int]) -> str:
     """The trace of a step for each of the lengths, which are in tokens."""
-    kind = find_device()
+    kind = find_device("-m benchmarks.allocator_replay")
     torch.manual_seed(0)
     model = GPT(layers=LAYERS, width=WIDTH, heads=HEADS, context=CONTEXT).to(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -65,11 +65,3 @@ def trace_of(batch: int, lengths: Sequence[int]) -> str:
     pool.close()
     memory.close()
     return trace.getvalue()
-
-
-def find_device() -> str:
-    for kind in ("npu", "cuda"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return kind
-    sys.exit("no NPU and no CUDA GPU here; run it as python -m ascend_emulator -m benchmarks.allocator_replay")

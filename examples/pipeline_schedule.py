@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
+from devices import emulated, find_device
 from gpt import Layer
 
 from tiered_mem import TieringManager
@@ -41,7 +42,7 @@ MIB = 1 << 20
 def main() -> int:
     options = parse()
     console = Console()
-    kind = find_device()
+    kind = find_device("examples/pipeline_schedule.py")
     stage = Stage(kind, options)
     console.print(f"device: {getattr(torch, kind).get_device_name()}{emulated()}")
     console.print(drawn_schedule(), highlight=False)
@@ -152,18 +153,6 @@ def _letter(name: str) -> str:
         letter = chr(ord("A") + int(number))
         return letter if word == "forward" else letter.lower()
     return "="
-
-
-def find_device() -> str:
-    for kind in ("npu", "cuda"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return kind
-    sys.exit("no NPU and no CUDA GPU here; run it as python -m ascend_emulator examples/pipeline_schedule.py")
-
-
-def emulated() -> str:
-    return ", emulated" if "ascend_emulator" in sys.modules else ""
 
 
 def parse() -> argparse.Namespace:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
+from devices import emulated, find_device
 from gpt import GPT, batches, standard_library
 
 from tiered_mem import TieringManager
@@ -33,7 +34,7 @@ MIB = 1 << 20
 def main() -> int:
     options = parse()
     console = Console()
-    kind = find_device()
+    kind = find_device("examples/train_gpt.py")
     device = getattr(torch, kind)
     total = device.mem_get_info()[1]
     console.print(f"device: {device.get_device_name()}{emulated()}, {total / MIB:,.0f} MiB")
@@ -147,18 +148,6 @@ def table(runs: list[Run], budget: int, options: argparse.Namespace) -> Table:
 
 def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
-
-
-def find_device() -> str:
-    for kind in ("npu", "cuda"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return kind
-    sys.exit("no NPU and no CUDA GPU here; run it as python -m ascend_emulator examples/train_gpt.py")
-
-
-def emulated() -> str:
-    return ", emulated" if "ascend_emulator" in sys.modules else ""
 
 
 def parse() -> argparse.Namespace:

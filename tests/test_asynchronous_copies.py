@@ -147,6 +147,13 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> TakeStep:
     return lambda stack, queue="1", pinned=True: take(stack, queue, pinned)
 
 
+@pytest.fixture(params=[(stack, queue) for stack in SOURCES for queue in ("1", "0")], ids="-".join)
+def unpinned_step(request: pytest.FixtureRequest, step: TakeStep) -> Step:
+    """A step over host memory that is not pinned, on each stack with and without the queue."""
+    stack, queue = request.param
+    return step(stack, queue, pinned=False)
+
+
 on_both_stacks = pytest.mark.parametrize("stack", SOURCES)
 with_and_without_the_queue = pytest.mark.parametrize("queue", ["1", "0"])
 in_both_directions = pytest.mark.parametrize(
@@ -212,23 +219,13 @@ def test_a_copy_of_memory_that_is_not_pinned_has_ended_when_the_call_returns(
     assert not early, "the host did not wait for these"
 
 
-@on_both_stacks
-@with_and_without_the_queue
-def test_nothing_is_computed_beside_copies_of_memory_that_is_not_pinned(
-    step: TakeStep, stack: str, queue: str
-) -> None:
-    taken = step(stack, queue, pinned=False)
-    assert taken.same
-    assert not taken.kernels_beside_copies()
+def test_nothing_is_computed_beside_copies_of_memory_that_is_not_pinned(unpinned_step: Step) -> None:
+    assert unpinned_step.same
+    assert not unpinned_step.kernels_beside_copies()
 
 
-@on_both_stacks
-@with_and_without_the_queue
-def test_each_copy_of_memory_that_is_not_pinned_is_counted_as_blocking(
-    step: TakeStep, stack: str, queue: str
-) -> None:
-    taken = step(stack, queue, pinned=False)
-    copies = taken.copies(*DIRECTIONS)
-    assert taken.stats["host.source"] == "PageableMemory"
-    assert taken.stats["blocking.copies.total"] == len(copies) == 4 * LAYERS
-    assert taken.stats["blocking.bytes.total"] == sum(span.nbytes for span in copies)
+def test_each_copy_of_memory_that_is_not_pinned_is_counted_as_blocking(unpinned_step: Step) -> None:
+    copies = unpinned_step.copies(*DIRECTIONS)
+    assert unpinned_step.stats["host.source"] == "PageableMemory"
+    assert unpinned_step.stats["blocking.copies.total"] == len(copies) == 4 * LAYERS
+    assert unpinned_step.stats["blocking.bytes.total"] == sum(span.nbytes for span in copies)

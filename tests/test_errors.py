@@ -17,6 +17,7 @@ def test_a_full_tier_says_the_numbers_and_carries_them() -> None:
     ("error", "builtin"),
     [
         (errors.DeviceUnavailable, RuntimeError),
+        (errors.DeviceFailed, RuntimeError),
         (errors.TierFull, MemoryError),
         (errors.ChangedTensor, RuntimeError),
         (errors.PolicyError, RuntimeError),

@@ -1,12 +1,13 @@
 """Asynchronous memory tiering for training on accelerators."""
 
 from .context import OffloadContext
-from .errors import ChangedTensor, Closed, DeviceUnavailable, PolicyError, TieredMemError, TierFull
+from .errors import ChangedTensor, Closed, DeviceFailed, DeviceUnavailable, PolicyError, TieredMemError, TierFull
 from .manager import TieringManager
 
 __all__ = [
     "ChangedTensor",
     "Closed",
+    "DeviceFailed",
     "DeviceUnavailable",
     "OffloadContext",
     "PolicyError",

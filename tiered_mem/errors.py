@@ -20,6 +20,10 @@ class PinningFailed(TieredMemError, RuntimeError):
     """No host memory could be pinned for the device."""
 
 
+class DeviceFailed(TieredMemError, RuntimeError):
+    """The device, or torch's queue to it, has dropped work after a failure. No later work there can be trusted."""
+
+
 class TierFull(TieredMemError, MemoryError):
     """A tier has no room. All sizes in bytes; `free` may lie in pieces that are each too small."""
 

@@ -17,7 +17,7 @@ from .block import Block, View
 from .context import OffloadContext
 from .device import Device
 from .errors import Closed, PolicyError
-from .host_budget import host_budget, local_processes
+from .host_budget import HostBytes, host_budget, local_processes
 from .host_limit import host_limit, memlock_limit
 from .layer_context import LayerContext, LayerSequence
 from .movable import Movable
@@ -74,7 +74,7 @@ class TieringManager:
         *,
         policy: Policy | str,
         device: str | torch.device = "npu",
-        host_bytes: int | float | str | None = None,
+        host_bytes: HostBytes = None,
         pin: bool | str = True,
         preallocate: bool | None = None,
         host_pool: HostPool | None = None,
@@ -173,11 +173,13 @@ class TieringManager:
 
         Activations that are still on the host are lost: a backward that needs them raises Closed. Where the
         runtime of the device does not take host memory back, its error is raised, and close may be called again.
+        Raises DeviceFailed where the device dropped copies after a failure.
         """
         with _Exclusive(self):
             self._closed = True
             for block in list(self._store.blocks):
                 self._store.retire(block)
+            self._engine.synchronize()
             self._host.close()
 
     def __enter__(self) -> TieringManager:

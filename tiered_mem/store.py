@@ -249,7 +249,7 @@ class BlockStore:
 
 
 # Blocks that leave together come back at about the same time. Above this size a block is worth a region of its own.
-_LEASE_BYTES = 64 << 20
+_LEASE_BYTES = 8 << 20
 
 
 def _groups(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:

@@ -13,7 +13,7 @@ import torch
 
 from .allocators import HostPool, OutOfHostMemory, PoolStats, Region, round_up
 from .device import Device, Event, Stream
-from .errors import TierFull
+from .errors import DeviceFailed, TierFull
 
 _log = logging.getLogger("tiered_mem.tiers")
 
@@ -145,9 +145,17 @@ class HostTier:
         return self._pool.stats()
 
     def close(self) -> None:
-        """Waits for the copies that still use slots and frees the memory. Raises RuntimeError on live slots."""
-        while self._returning:
-            self._wait_for_oldest()
+        """Frees the memory, once every copy that was started has ended.
+
+        Raises RuntimeError on live slots, and DeviceFailed where a copy has not been made: after a failure
+        torch_npu's queue drops what comes next, and an event in it neither passes nor can be waited for.
+        """
+        self.collect()
+        if self._returning:
+            raise DeviceFailed(
+                f"{len(self._returning)} copies of host memory were dropped, because work before them failed on "
+                "the device. The error of that work says why; the process has to be started again"
+            )
         self._slabs.clear()
         if self._owned:
             self._pool.close()

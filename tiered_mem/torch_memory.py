@@ -16,6 +16,7 @@ from .allocators import (
     DirectMemory,
     OutOfHostMemory,
     Region,
+    cannot_pin,
     round_up,
 )
 from .sizes import format_bytes
@@ -98,7 +99,7 @@ def _pinned(nbytes: int) -> torch.Tensor:
     try:
         tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        raise _not_pinned(nbytes, str(error)) from error
+        raise _not_pinned(nbytes, error) from error
     if tensor.data_ptr() != 0:
         return tensor
     # Where torch_npu cannot pin it says nothing, gives null, and keeps that for the next request of the size.
@@ -107,12 +108,11 @@ def _pinned(nbytes: int) -> torch.Tensor:
     del tensor
     torch.get_device_module().host_empty_cache()
     runtime.recall("aclrtFreeHost", nbytes)  # it has freed null as well
-    raise _not_pinned(nbytes, str(failure))
+    raise _not_pinned(nbytes, failure)
 
 
-def _not_pinned(nbytes: int, why: str) -> OutOfHostMemory:
-    reason = f"torch could not pin {format_bytes(nbytes)}: {why}"
-    return OutOfHostMemory(reason, "Lower host_bytes, or check the free RAM and ulimit -l", nbytes, used=0)
+def _not_pinned(nbytes: int, why: RuntimeError) -> OutOfHostMemory:
+    return cannot_pin(f"torch could not pin {format_bytes(nbytes)}: {why}", nbytes)
 
 
 def _npurt() -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
 from tests.allocators.numbered_memory import NumberedMemory
+from tests.allocators.threads import sum_over_threads
 from tests.contracts import check_host_memory
 from tiered_mem.allocators import (
     Allocated,
@@ -186,13 +186,7 @@ def test_a_trace_of_threads_gives_no_memory_to_two() -> None:
                 had += 1
         return had
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(6) as threads:
-            had = sum(threads.map(work, range(6)))
-    finally:
-        sys.setswitchinterval(interval)
+    had = sum_over_threads(work, 6)
     file.seek(0)
     live: set[int] = set()
     numbers = set()

@@ -159,4 +159,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestSlabPool = PoolMachine.TestCase
-TestSlabPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSlabPool.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 from tests.allocators.numbered_memory import NumberedMemory
+from tests.allocators.threads import sum_over_threads
 from tests.contracts import ends_hold, write_ends
 from tiered_mem.allocators import OutOfHostMemory, PageableMemory, Region, SlabPool
 
@@ -72,13 +72,7 @@ def test_many_threads_never_share_memory() -> None:
             pool.deallocate(region)
         return refused
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            refused = sum(threads.map(work, range(4)))
-    finally:
-        sys.setswitchinterval(interval)
+    refused = sum_over_threads(work, 4)
     stats = pool.stats()
     assert stats.used == 0
     assert stats.failures == refused

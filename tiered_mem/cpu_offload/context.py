@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..host_budget import HostBytes
 from ..layer_context import LayerContext
 from .synchronizers import (
     DefaultOffloadSynchronizer,
@@ -39,7 +40,7 @@ def get_cpu_offload_context(
     synchronization_dict: Mapping[int, tuple[bool, int, bool, int]] | None = None,
     *,
     device: str | torch.device | None = None,
-    host_bytes: int | float | str | None = None,
+    host_bytes: HostBytes = None,
 ) -> tuple[Any, ...]:
     """A context to run each layer in, and a function to pass each layer's output through:
 

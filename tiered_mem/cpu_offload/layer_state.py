@@ -11,6 +11,7 @@ import torch
 
 from ..device import default_device
 from ..forward_pass import ForwardPass
+from ..host_budget import HostBytes
 from ..manager import TieringManager
 from ..movable import Movable
 from ..parts import take_apart
@@ -44,7 +45,7 @@ class OffloadableLayerState:
         offload_stream: torch.Stream | None = None,
         retain_pinned_cpu_buffers: bool = False,
         *,
-        host_bytes: int | float | str | None = None,
+        host_bytes: HostBytes = None,
         manager: TieringManager | None = None,
     ) -> None:
         self.manager = manager or TieringManager(

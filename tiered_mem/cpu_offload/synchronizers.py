@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..host_budget import HostBytes
 from ..layer_context import LayerSequence
 from ..manager import TieringManager
 from ..movable import Movable
@@ -33,7 +34,7 @@ class OffloadSynchronizer:
         policy: Policy,
         variable_depth: bool = False,
         device: str | torch.device | None = None,
-        host_bytes: int | float | str | None = None,
+        host_bytes: HostBytes = None,
     ) -> None:
         if num_layers < 1:
             raise ValueError(f"a model has at least one layer, not {num_layers}")
@@ -104,7 +105,7 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
         offload_stream: torch.Stream | None = None,
         *,
         device: str | torch.device | None = None,
-        host_bytes: int | float | str | None = None,
+        host_bytes: HostBytes = None,
     ) -> None:
         super().__init__(
             num_layers,
@@ -132,7 +133,7 @@ class SynchronizationDictSynchronizer(OffloadSynchronizer):
         offload_stream: torch.Stream | None = None,
         *,
         device: str | torch.device | None = None,
-        host_bytes: int | float | str | None = None,
+        host_bytes: HostBytes = None,
     ) -> None:
         super().__init__(
             num_layers,
@@ -162,7 +163,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
         offload_stream: torch.Stream | None = None,
         *,
         device: str | torch.device | None = None,
-        host_bytes: int | float | str | None = None,
+        host_bytes: HostBytes = None,
     ) -> None:
         super().__init__(
             num_layers,
