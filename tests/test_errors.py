@@ -19,6 +19,8 @@ def test_a_full_tier_says_the_numbers_and_carries_them() -> None:
         (errors.DeviceUnavailable, RuntimeError),
         (errors.DeviceFailed, RuntimeError),
         (errors.TierFull, MemoryError),
+        (errors.SpillDirRefused, OSError),
+        (errors.CorruptRecord, OSError),
         (errors.ChangedTensor, RuntimeError),
         (errors.PolicyError, RuntimeError),
         (errors.Closed, RuntimeError),

@@ -14,14 +14,18 @@ from tests.emulator.launch import run
 
 ROOT = Path(__file__).parents[1]
 LEAVES = ("allocators", "policies")
-FOLDERS = ("tiered_mem", "tiered_mem/cpu_offload", *LEAVES)
+FOLDERS = ("tiered_mem", "tiered_mem/cpu_offload", "tiered_mem/spill", *LEAVES)
 PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 DEPENDENCIES = {"torch", "numpy", "safetensors", "psutil"}
+OPTIONAL = {"xxhash"}
+# What tiered_mem/spill/ may import of the rest: it knows addresses and files, and nothing of torch.
+BELOW_SPILL = {"..allocators", "..errors", "..sizes"}
 
 # The files of tiered_mem/, from the bottom up: each may import those of the rows above its own, and the leaves.
 ORDER = [
     ["sizes", "host_limit"],
     ["errors", "host_budget"],
+    ["spill"],
     ["device", "marks", "parts", "repeated_blocks"],
     ["tiers", "movable", "timeline", "torch_memory"],
     ["pinned", "trace"],
@@ -92,7 +96,7 @@ def test_tiered_mem_imports_downwards() -> None:
     """An import for typing may point upwards: it is how a file names the type of what is handed to it."""
     below = {f".{leaf}" for leaf in LEAVES}
     for row in ORDER:
-        for name in row:
+        for name in row if row != ["spill"] else ():
             path = ROOT / "tiered_mem" / f"{name}.py"
             own = {
                 module
@@ -103,6 +107,15 @@ def test_tiered_mem_imports_downwards() -> None:
         below |= {f".{name}" for name in row}
 
 
+def test_the_disk_tier_knows_nothing_of_torch() -> None:
+    paths = sorted((ROOT / "tiered_mem" / "spill").glob("*.py"))
+    own = {f".{path.stem}" for path in paths}
+    for path in paths:
+        strange = {name for name in imports(tree_of(path)) if top(name) not in sys.stdlib_module_names}
+        strange -= own | BELOW_SPILL | {"numpy", "psutil", *OPTIONAL}
+        assert not strange, f"{path.relative_to(ROOT)} imports {strange}"
+
+
 def test_nothing_in_tiered_mem_needs_the_drop_in() -> None:
     for path in (ROOT / "tiered_mem").glob("*.py"):
         assert not {name for name in imports(tree_of(path)) if name.startswith((".cpu_offload", "tiered_mem."))}
@@ -110,13 +123,13 @@ def test_nothing_in_tiered_mem_needs_the_drop_in() -> None:
 
 def test_every_file_of_tiered_mem_has_its_place() -> None:
     files = {path.stem for path in (ROOT / "tiered_mem").glob("*.py")}
-    assert files == {name for row in ORDER for name in row}, "give a new file its row in ORDER"
+    assert files | {"spill"} == {name for row in ORDER for name in row}, "give a new file its row in ORDER"
 
 
 def test_product_code_imports_its_dependencies_only() -> None:
     for path in PRODUCT:
         foreign = {top(name) for name in imports(tree_of(path)) if not name.startswith(".")}
-        foreign -= sys.stdlib_module_names | DEPENDENCIES
+        foreign -= sys.stdlib_module_names | DEPENDENCIES | OPTIONAL
         assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
 
 
@@ -145,5 +158,5 @@ def test_importing_brings_in_the_dependencies_only() -> None:
     done = run("-c", code, cwd=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     before, added = (set(modules) for modules in json.loads(done.stdout))
     assert "tiered_mem.manager" in added
-    assert {top(name) for name in added} - sys.stdlib_module_names <= {"tiered_mem", *DEPENDENCIES}
+    assert {top(name) for name in added} - sys.stdlib_module_names <= {"tiered_mem", *DEPENDENCIES, *OPTIONAL}
     assert not {top(name) for name in before | added} & {"torch_npu", "rich", "hypothesis", "ascend_emulator"}

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("tiered_mem", "tiered_mem.allocators", "tiered_mem.cpu_offload", "tiered_mem.policies")
+PACKAGES = (
+    "tiered_mem",
+    "tiered_mem.allocators",
+    "tiered_mem.cpu_offload",
+    "tiered_mem.policies",
+    "tiered_mem.spill",
+)
 BUILD = """
 import sys
 from setuptools import build_meta

@@ -35,6 +35,21 @@ class TierFull(TieredMemError, MemoryError):
         )
 
 
+class SpillDirRefused(TieredMemError, OSError):
+    """The directory for spill files cannot be used, or not safely."""
+
+
+class CorruptRecord(TieredMemError, OSError):
+    """A spill file does not hold what was written to it. None of its bytes was used.
+
+    path: the file. expected, found: what differs.
+    """
+
+    def __init__(self, path: str, what: str, *, expected: object, found: object) -> None:
+        self.path, self.expected, self.found = path, expected, found
+        super().__init__(f"{path}: {what}: expected {expected}, found {found}")
+
+
 class ChangedTensor(TieredMemError, RuntimeError):
     """A tensor was changed in place between its save in forward and its use in backward."""
 
