@@ -1,7 +1,7 @@
 # make demo and make test are what there is to run; each sets up .venv first if that is needed.
 BY_TWO := --numprocesses=2 --dist=loadfile
 # What runs without a device is the same in each schedule.
-DEVICE_TESTS := $(addprefix --ignore=tests/,allocators policies test_packaging.py test_layers.py test_host_limit.py \
+DEVICE_TESTS := $(addprefix --ignore=tests/,allocators policies spill test_packaging.py test_layers.py test_host_limit.py \
                   test_host_budget.py test_sizes.py test_allocator_replay.py)
 PYTHON ?= python3
 VENV := .venv

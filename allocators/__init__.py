@@ -2,7 +2,7 @@
 
 from .acl import AclPinnedMemory, AclRegistrar
 from .acl_runtime import AclError, AclRuntime
-from .base import HostMemory, HostPool, OutOfHostMemory, PoolStats, Region, round_up
+from .base import ALIGNMENT, HostMemory, HostPool, OutOfHostMemory, PoolStats, Region, round_up
 from .counted import Count, CountedMemory, MemoryCounts
 from .cuda import CudaError, CudaPinnedMemory, CudaRegistrar
 from .direct import DirectMemory
@@ -16,6 +16,7 @@ from .runtime import cannot_pin
 from .slab import SlabPool
 
 __all__ = [
+    "ALIGNMENT",
     "AclError",
     "AclPinnedMemory",
     "AclRegistrar",

@@ -1,11 +1,15 @@
 """Policies decide when what is offloaded and reloaded. Pure: events in, actions out, no torch."""
 
+from collections.abc import Callable
+
 from .base import (
     Action,
     Dropped,
     Event,
+    Fetch,
     ForwardBegin,
     ForwardEnd,
+    HostPressure,
     LayerBegin,
     LayerEnd,
     Offload,
@@ -13,8 +17,10 @@ from .base import (
     Release,
     Reload,
     Saved,
+    Spill,
 )
 from .layer_order import LayerOrderPolicy
+from .lru import LRUPolicy
 from .manual import ManualPolicy
 from .synchronization_dict import SynchronizationDictPolicy
 
@@ -22,8 +28,11 @@ __all__ = [
     "Action",
     "Dropped",
     "Event",
+    "Fetch",
     "ForwardBegin",
     "ForwardEnd",
+    "HostPressure",
+    "LRUPolicy",
     "LayerBegin",
     "LayerEnd",
     "LayerOrderPolicy",
@@ -33,11 +42,12 @@ __all__ = [
     "Release",
     "Reload",
     "Saved",
+    "Spill",
     "SynchronizationDictPolicy",
     "policy_by_name",
 ]
 
-_NAMED = {"layer-order": LayerOrderPolicy}
+_NAMED: dict[str, Callable[[], Policy]] = {"layer-order": LayerOrderPolicy, "lru": LRUPolicy}
 
 
 def policy_by_name(name: str) -> Policy:

@@ -81,7 +81,18 @@ class Dropped:
     key: int
 
 
-Event = ForwardBegin | LayerBegin | LayerEnd | ForwardEnd | Saved | Dropped
+@dataclass(frozen=True, slots=True)
+class HostPressure:
+    """So many bytes of the host tier should go down to disk. Only told where there is a disk tier.
+
+    Told when the host is nearly full, before it is, and again when it is; always between two answers, when all
+    actions of the last one are done.
+    """
+
+    nbytes: int
+
+
+Event = ForwardBegin | LayerBegin | LayerEnd | ForwardEnd | Saved | Dropped | HostPressure
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +111,29 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """Begin to copy the block back to the device."""
+    """Begin to copy the block back to the device; one that is on disk is read first."""
 
     key: int
 
 
-Action = Offload | Release | Reload
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Begin to write a block that is on the host to disk. Its host memory is free when the file is complete.
+
+    Does nothing for a block that is elsewhere.
+    """
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Begin to read a block that is on disk into host memory, so that a later Reload finds it there.
+
+    Does nothing for a block that is elsewhere.
+    """
+
+    key: int
+
+
+Action = Offload | Release | Reload | Spill | Fetch

@@ -11,6 +11,7 @@ from .base import (
     Event,
     ForwardBegin,
     ForwardEnd,
+    HostPressure,
     LayerBegin,
     LayerEnd,
     Offload,
@@ -19,6 +20,7 @@ from .base import (
     Saved,
 )
 from .saved_by_layer import SavedByLayer
+from .sent_away import SentAway
 
 
 class LayerOrderPolicy:
@@ -33,6 +35,9 @@ class LayerOrderPolicy:
     in_flight: layers that the device may hold beyond that while their copies are under way. With k = N or N - 1
         there is otherwise no time in which a copy could overlap compute; 1 is enough to hide it.
 
+    Under host pressure the lowest layers go to disk first, and those of the newest graph before those of others.
+    What is on disk is fetched one layer before its reload.
+
     Raises ValueError for a number below 0.
     """
 
@@ -44,6 +49,7 @@ class LayerOrderPolicy:
         self._num_layers = num_layers
         self._in_flight = in_flight
         self._saved: SavedByLayer[_Plan] = SavedByLayer()
+        self._away = SentAway()
 
     def check(self, num_layers: int) -> None:
         if self._num_layers is not None and self._num_layers > num_layers:
@@ -53,15 +59,20 @@ class LayerOrderPolicy:
             )
 
     def decide(self, event: Event) -> Sequence[Action]:
+        return self._away.follow(self._answer(event), self._saved.home)
+
+    def _answer(self, event: Event) -> Sequence[Action]:
         saved = self._saved
         match event:
-            case Saved(graph, layer, key):
-                saved.save(graph, layer, key)
+            case Saved(graph, layer, key, nbytes):
+                self._away.forget(key)
+                saved.save(graph, layer, key, nbytes)
             case Dropped(key):
+                self._away.forget(key)
                 saved.drop(key)
             case LayerBegin(graph, layer, backward=True):
                 if graph in saved:
-                    return [Reload(key) for key in saved.keys(graph, saved.plan(graph).reloaded_by(layer))]
+                    return self._bring_back(graph, layer)
             case LayerBegin(graph, layer):
                 released = saved.plan(graph).released_by(layer)
                 return self._offload(graph) + [Release(key) for key in saved.keys(graph, released)]
@@ -75,7 +86,19 @@ class LayerOrderPolicy:
                 actions = self._offload(graph) + [Release(key) for key in saved.keys(graph, away)]
                 saved.end_forward(graph)
                 return actions
+            case HostPressure(nbytes):
+                return self._away.spill(nbytes, self._needed_last)
         return ()
+
+    def _bring_back(self, graph: int, layer: int) -> list[Action]:
+        plan = self._saved.plan(graph)
+        reloaded = self._saved.keys(graph, plan.reloaded_by(layer))
+        return [*map(Reload, reloaded), *self._away.fetch(self._saved.keys(graph, plan.reloaded_after(layer)))]
+
+    def _needed_last(self, place: tuple[int, int]) -> tuple[bool, int, int]:
+        graph, layer = place
+        # In a pipeline the older graphs run backward first, and one that does so now needs its blocks soonest.
+        return self._saved.plan(graph).reached is not None, -graph, layer
 
     def _offload(self, graph: int) -> list[Action]:
         offloaded = self._saved.plan(graph).offloaded
@@ -115,11 +138,18 @@ class _Plan:
         if layer >= last:  # a second backward, or one that does not go down
             last = layer + 1
         self.reached = layer
-        due = {i for i in range(min(self.offloaded, layer + 1)) if layer <= self._reload_at(i) < last}
+        due = self._due(layer, last)
         if layer < self.offloaded and layer not in self.reloaded:
             due.add(layer)
         self.reloaded |= due
         return sorted(due, reverse=True)
+
+    def reloaded_after(self, layer: int) -> Iterable[int]:
+        """Layers due when the layer below begins its backward."""
+        return sorted(self._due(layer - 1, layer), reverse=True)
+
+    def _due(self, layer: int, last: int) -> set[int]:
+        return {i for i in range(min(self.offloaded, layer + 1)) if layer <= self._reload_at(i) < last}
 
     def _reload_at(self, i: int) -> int:
         due = max(i, self.num_layers - 1 - self.offloaded + i) + self.in_flight

@@ -90,6 +90,12 @@ class Order:
         place = self._place
         return sorted(layers, key=lambda layer: place[Moment(layer, True)])
 
+    def by_time(self, moments: Iterable[Moment]) -> list[Moment]:
+        """The moments as they come; where that is not told, forwards before backwards, as in a plain model."""
+        if self._place is None:
+            return sorted(moments, key=lambda m: (m.backward, -m.layer if m.backward else m.layer))
+        return sorted(moments, key=self._place.__getitem__)
+
 
 def check_together(stays: Iterable[Stay]) -> None:
     """Raises ValueError where each stay can be, but no order of the backwards suits all of them."""

@@ -19,7 +19,7 @@ class SavedByLayer(Generic[P]):
     """
 
     _graphs: dict[int, _Graph[P]] = field(default_factory=dict)
-    _home: dict[int, tuple[_Graph[P], int]] = field(default_factory=dict)
+    _home: dict[int, tuple[_Graph[P], int, int]] = field(default_factory=dict)
 
     def begin(self, graph: int, plan: P) -> None:
         self._graphs[graph] = _Graph(graph, plan)
@@ -30,14 +30,19 @@ class SavedByLayer(Generic[P]):
     def plan(self, graph: int) -> P:
         return self._graphs[graph].plan
 
-    def save(self, graph: int, layer: int, key: int) -> None:
+    def home(self, key: int) -> tuple[int, int, int]:
+        """The graph and the layer that a block belongs to, and its size in bytes."""
+        graph, layer, nbytes = self._home[key]
+        return graph.number, layer, nbytes
+
+    def save(self, graph: int, layer: int, key: int, nbytes: int) -> None:
         into = self._graphs[graph]
         home = self._home.get(key)
         if home is not None:
             if home[0] is into and home[1] >= layer:
                 return
             self.drop(key)
-        self._home[key] = into, layer
+        self._home[key] = into, layer, nbytes
         into.blocks[layer][key] = None
         if layer in into.ended:
             into.leaving[key] = layer
@@ -47,7 +52,7 @@ class SavedByLayer(Generic[P]):
         home = self._home.pop(key, None)
         if home is None:
             return
-        graph, layer = home
+        graph, layer, _ = home
         blocks = graph.blocks[layer]
         del blocks[key]
         if graph.leaving:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from .base import (
     Action,
@@ -11,6 +12,7 @@ from .base import (
     Event,
     ForwardBegin,
     ForwardEnd,
+    HostPressure,
     LayerBegin,
     LayerEnd,
     Offload,
@@ -20,6 +22,7 @@ from .base import (
 )
 from .moments import Moment, Order, Stay, check_together, parse_order
 from .saved_by_layer import SavedByLayer
+from .sent_away import SentAway
 
 
 class SynchronizationDictPolicy:
@@ -35,7 +38,9 @@ class SynchronizationDictPolicy:
     order: all forwards and backwards of a step, such as ["F0", "F1", "B1", "B0"]. With it the schedule is checked
         exactly; without it, an entry that is wrong only for some orders of the backwards is accepted.
 
-    A layer that is not back when its own backward begins is reloaded then.
+    A layer that is not back when its own backward begins is reloaded then. Under host pressure the layers that are
+    reloaded last go to disk first, and they are fetched at the reload before theirs. Without `order` it is taken
+    that all forwards come before the backwards, and these from the last layer to the first.
 
     Raises ValueError for an entry of another form; for one that releases a layer before its forward is over,
     reloads it before it is released, or needs it before it is reloaded; and for entries that fit no common order.
@@ -56,7 +61,12 @@ class SynchronizationDictPolicy:
 
         self._released_at = _by_moment((self._stays[i].release, i) for i in sorted(self._stays))
         self._reloaded_at = _by_moment((self._stays[i].reload, i) for i in known.by_backward(self._stays))
+        reloads = known.by_time(self._reloaded_at)
+        self._fetched_at = {at: self._reloaded_at[following] for at, following in pairwise(reloads)}
+        returning = [layer for at in reloads for layer in self._reloaded_at[at]]
+        self._returns = {layer: place for place, layer in enumerate(returning)}
         self._saved: SavedByLayer[_Progress] = SavedByLayer()
+        self._away = SentAway()
 
     def check(self, num_layers: int) -> None:
         if self._ordered_layers not in (None, num_layers):
@@ -64,11 +74,16 @@ class SynchronizationDictPolicy:
         self._check_layers_exist("the model", num_layers)
 
     def decide(self, event: Event) -> Sequence[Action]:
+        return self._away.follow(self._answer(event), self._saved.home)
+
+    def _answer(self, event: Event) -> Sequence[Action]:
         saved = self._saved
         match event:
-            case Saved(graph, layer, key):
-                saved.save(graph, layer, key)
+            case Saved(graph, layer, key, nbytes):
+                self._away.forget(key)
+                saved.save(graph, layer, key, nbytes)
             case Dropped(key):
+                self._away.forget(key)
                 saved.drop(key)
             case LayerBegin(graph, layer, backward):
                 if graph in saved:
@@ -82,9 +97,17 @@ class SynchronizationDictPolicy:
                 actions = self._offload(graph, saved.plan(graph))
                 saved.end_forward(graph)
                 return actions
+            case HostPressure(nbytes):
+                return self._away.spill(nbytes, self._needed_last)
         return ()
 
+    def _needed_last(self, place: tuple[int, int]) -> tuple[bool, int, int]:
+        graph, layer = place
+        # In a pipeline the older graphs run backward first, and one that does so now needs its blocks soonest.
+        return self._saved.plan(graph).backward, -graph, -self._returns[layer]
+
     def _at(self, moment: Moment, graph: int, progress: _Progress) -> list[Action]:
+        progress.backward |= moment.backward
         due = list(self._reloaded_at.get(moment, ()))
         if moment.backward and moment.layer in self._stays and moment.layer not in due:
             due.append(moment.layer)  # late, unless it is back already
@@ -95,7 +118,9 @@ class SynchronizationDictPolicy:
         released = [i for i in self._released_at.get(moment, ()) if i not in past]
         progress.released.update(released)
         actions += [Release(key) for key in self._saved.keys(graph, released)]
-        return actions + [Reload(key) for key in self._saved.keys(graph, reloaded)]
+        actions += [Reload(key) for key in self._saved.keys(graph, reloaded)]
+        fetched = self._fetched_at.get(moment, ())
+        return [*actions, *self._away.fetch(self._saved.keys(graph, fetched))]
 
     def _offload(self, graph: int, progress: _Progress) -> list[Action]:
         """What ended layers saved leaves; where the moment of its release is past, at once."""
@@ -124,6 +149,7 @@ class _Progress:
 
     released: set[int] = field(default_factory=set)
     reloaded: set[int] = field(default_factory=set)
+    backward: bool = False
 
 
 def _by_moment(pairs: Iterable[tuple[Moment, int]]) -> dict[Moment, list[int]]:

@@ -14,8 +14,10 @@ from tiered_mem.allocators import HostMemory, OutOfHostMemory, Region
 from tiered_mem.policies import (
     Dropped,
     Event,
+    Fetch,
     ForwardBegin,
     ForwardEnd,
+    HostPressure,
     LayerBegin,
     LayerEnd,
     Offload,
@@ -23,6 +25,7 @@ from tiered_mem.policies import (
     Release,
     Reload,
     Saved,
+    Spill,
 )
 
 
@@ -60,7 +63,7 @@ def check_policy(make: Callable[[], Policy], min_layers: int = 0) -> None:
                 case Dropped(key):
                     live.remove(key)
             for action in policy.decide(event):
-                assert isinstance(action, Offload | Release | Reload)
+                assert isinstance(action, Offload | Release | Reload | Spill | Fetch)
                 assert action.key in live, f"{action} after {event} names a block that is not alive"
 
     check()
@@ -72,7 +75,7 @@ def policy_histories(draw: st.DrawFn, min_layers: int = 0) -> list[Event]:
 
     Up to four graphs at a time; layers in any order, more than were told, ended by exceptions or run twice; blocks
     shared by layers and graphs, or saved after their layer's end; backwards at any time, more than once, from any
-    layer.
+    layer; host pressure at any time.
     """
     history: list[Event] = []
     keys = itertools.count()
@@ -81,7 +84,7 @@ def policy_histories(draw: st.DrawFn, min_layers: int = 0) -> list[Event]:
     saving: dict[int, int] = {}  # the layer that began last
     live: list[int] = []
     for _ in range(draw(st.integers(0, 50))):
-        step = draw(st.sampled_from(["forward", "begin", "save", "end", "over", "backward", "drop"]))
+        step = draw(st.sampled_from(["forward", "begin", "save", "end", "over", "backward", "drop", "pressure"]))
         if step == "forward" and len(running) < 4:
             running[len(layers)] = None
             told = draw(st.integers(min_layers, min_layers + 4))
@@ -89,6 +92,8 @@ def policy_histories(draw: st.DrawFn, min_layers: int = 0) -> list[Event]:
             layers.append(told + draw(st.integers(0, 2)))
         elif step == "drop" and live:
             history.append(Dropped(live.pop(draw(st.integers(0, len(live) - 1)))))
+        elif step == "pressure":
+            history.append(HostPressure(draw(st.integers(1, 8))))
         elif step == "backward" and any(layers):
             graph = draw(st.sampled_from([g for g, n in enumerate(layers) if n]))
             history.append(LayerBegin(graph, draw(st.integers(0, layers[graph] - 1)), backward=True))
@@ -105,7 +110,7 @@ def policy_histories(draw: st.DrawFn, min_layers: int = 0) -> list[Event]:
                 key = draw(st.sampled_from([next(keys), *live]))
                 if key not in live:
                     live.append(key)
-                history.append(Saved(graph, saving[graph], key, nbytes=1))
+                history.append(Saved(graph, saving[graph], key, nbytes=1 + key % 4))
             elif step == "end" and layer is not None:
                 running[graph] = None
                 history.append(LayerEnd(graph, layer))

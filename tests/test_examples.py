@@ -49,6 +49,16 @@ def test_the_pipeline(tmp_path: Path) -> None:
     assert [name.split()[1] for name in steps[-16:]] == order
 
 
+@pytest.mark.parametrize("policy", ["layer-order", "lru"])
+def test_the_spilling_example(policy: str, tmp_path: Path) -> None:
+    printed = run("examples/spill_to_ssd.py", "--steps", "2", "--policy", policy, "--spill-dir", str(tmp_path))
+    assert "no disk: torch.OutOfMemoryError" in printed
+    assert "are too much for both" in printed
+    assert "bit-equal losses and final weights: yes" in printed
+    assert "spill files left: 0" in printed
+    assert re.search(r"kept, host tier full +0 blocks", printed)
+
+
 @no_detector
 def test_the_hooks_benchmark(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

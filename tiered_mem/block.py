@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .marks import moves_whole
 from .tiers import DeviceSlot, HostSlot
 from .transfer import Ticket
+
+if TYPE_CHECKING:
+    from .spiller import Read, Stored, Write
 
 # Which storage, the first byte in it, and the number of bytes.
 Span = tuple[int, int, int]
@@ -21,11 +25,15 @@ Origin = tuple[str, int] | None
 
 
 class Place(enum.Enum):
-    """Where a block's bytes are. A block goes round: DEVICE, LEAVING, HOST, ARRIVING, DEVICE."""
+    """Where a block's bytes are. A block goes round: DEVICE, LEAVING, HOST, ARRIVING, DEVICE.
+
+    From HOST it may go to DISK and back. While it is LEAVING, its bytes may be on disk as well, or already.
+    """
 
     DEVICE = "device"
     LEAVING = "leaving"  # still on the device, a copy to the host is under way or done
     HOST = "host"
+    DISK = "disk"  # and nowhere else, though a read may be under way
     ARRIVING = "arriving"  # a copy to the device is under way or done, nobody has waited for it yet
     GONE = "gone"
 
@@ -37,6 +45,8 @@ class Block:
     span: names the block while it is on the device.
     dtype: of the flat tensors over its bytes.
     ticket: the newest copy between `device` and `host`.
+    stored: where the bytes are on disk. They are the same for as long as this is set.
+    move: the file operation that the block takes part in.
     unwanted: a copy to the host that may still read `device`, though nobody needs its outcome any more.
     versions: the tensors that were saved, or the one that was reloaded, over the device bytes, each with the
         version at which its contents were the block's.
@@ -51,6 +61,8 @@ class Block:
     device: DeviceSlot | None
     host: HostSlot | None = None
     ticket: Ticket | None = None
+    stored: Stored | None = None
+    move: Write | Read | None = None
     unwanted: Ticket | None = None
     place: Place = Place.DEVICE
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -68,6 +80,25 @@ class Block:
             if tensor._version != version:
                 return False
         return not self.changed
+
+
+# Blocks that leave together come back at about the same time. Above this size a block is worth a region and a file
+# of its own.
+_TOGETHER_BYTES = 8 << 20
+
+
+def groups(blocks: Sequence[Block]) -> Iterator[list[Block]]:
+    """The blocks in order, cut where they would pass 8 MiB."""
+    group: list[Block] = []
+    nbytes = 0
+    for block in blocks:
+        if group and nbytes + block.nbytes > _TOGETHER_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(block)
+        nbytes += block.nbytes
+    if group:
+        yield group
 
 
 class View(NamedTuple):

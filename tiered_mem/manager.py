@@ -8,24 +8,26 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
 
 import torch
 
 from .allocators import HostPool
 from .block import Block, View
+from .chosen_tiers import disk_tier, host_tier
 from .context import OffloadContext
 from .device import Device
 from .errors import Closed, PolicyError
-from .host_budget import HostBytes, host_budget, local_processes
-from .host_limit import host_limit, memlock_limit
+from .host_budget import HostBytes
 from .layer_context import LayerContext, LayerSequence
 from .movable import Movable
-from .pinned import check_pin, pool_for
 from .policies import (
     Action,
     Dropped,
     Event,
+    Fetch,
+    HostPressure,
     LayerBegin,
     LayerEnd,
     Offload,
@@ -33,10 +35,13 @@ from .policies import (
     Release,
     Reload,
     Saved,
+    Spill,
     policy_by_name,
 )
 from .repeated_blocks import repeated_blocks
 from .sizes import parse_bytes
+from .spill.disk_tier import DiskTier
+from .spiller import Spiller
 from .stats import Counters, Stats, flatten, summary
 from .store import BlockStore
 from .tiers import DeviceTier, HostTier
@@ -47,7 +52,7 @@ from .transfer import TransferEngine
 class TieringManager:
     """Moves blocks between the device and host memory while a model trains.
 
-    policy: a Policy, or the name of one ("layer-order").
+    policy: a Policy, or the name of one ("layer-order", "lru").
     device: "npu", "cuda" or "cpu", with or without an index.
     host_bytes: the most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for that
         share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits,
@@ -59,6 +64,14 @@ class TieringManager:
         is a limit and not a wish.
     host_pool: a pool to use in place of one of its own. It is not closed with the manager, and managers may share
         one. Then none of the three arguments before this one is given.
+    spill_dir: a directory on a local drive. What the host tier has no room for goes there, in files that nobody
+        else can read and that are gone when the manager is closed. None is no disk tier.
+    spill_bytes: the most that these files may take, an int of bytes or a string such as "1TiB". None is half of
+        what is free in spill_dir.
+    spill_write_budget: the most bytes to write in all, for the sake of the drive; then the tier takes no more.
+    spill_checksum: "xxh3_64", "crc32" or "none". None is "xxh3_64" if the package xxhash is installed, or "crc32".
+    disk: a disk tier to use in place of one of its own. It is closed with the manager. Then none of the four
+        arguments before this one is given.
     transfer_stream: a stream of the device for the copies in both directions. None is two streams of its own, so
         that copies to the host and to the device run side by side.
     trace: record when layers, copies and waits begin and end, for export_trace() and memory_summary(). It costs a
@@ -78,37 +91,46 @@ class TieringManager:
         pin: bool | str = True,
         preallocate: bool | None = None,
         host_pool: HostPool | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
+        spill_bytes: int | str | None = None,
+        spill_write_budget: int | str | None = None,
+        spill_checksum: str | None = None,
+        disk: DiskTier | None = None,
         transfer_stream: torch.Stream | None = None,
         trace: bool = False,
     ) -> None:
         self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
-        if host_pool is not None and (host_bytes, pin, preallocate) != (None, True, None):
-            raise ValueError("host_pool comes in place of host_bytes, pin and preallocate: give either it or these")
-        check_pin(pin)
         self.device = Device(device)
-        if host_pool is None:
-            limits = [host_limit(), memlock_limit() if pin == "locked" else None]
-            capacity = host_budget(
-                host_bytes, limits=[each for each in limits if each], processes=local_processes()
-            )
-            if preallocate is None:
-                preallocate = host_bytes not in (None, "auto")
-            self._host = HostTier(pool_for(self.device, capacity, pin, preallocate=preallocate))
-        else:
-            self._host = HostTier(host_pool, owned=False)
+        self._disk = disk_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
+        try:
+            self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool)
+        except BaseException:
+            if self._disk is not None and disk is None:
+                self._disk.close()
+            raise
         self._trace = Trace(self.device) if trace else None
         self._backward = -1
         stream = None if transfer_stream is None else self.device.generic(transfer_stream)
         self._engine = TransferEngine(self.device, stream, self._trace)
         self._counters = Counters()
-        self._store = BlockStore(DeviceTier(self.device), self._host, self._engine, self._counters, self._trace)
+        self._spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
+        self._store = BlockStore(
+            DeviceTier(self.device),
+            self._host,
+            self._engine,
+            self._counters,
+            partial(_advise, self._policy),
+            self._trace,
+            self._spiller,
+        )
         self._graphs = itertools.count()
         self._closed = False
         # One lock over bookkeeping and the issuing of copies. A saved tensor may die anywhere, even in the middle
         # of the code that holds the lock, so that its block is only put on this list, for whoever has the lock.
         self._lock = threading.Lock()
         self._let_go: deque[Block] = deque()
-        weakref.finalize(self, _abandon, self._engine, self._host).atexit = False
+        self._postponed: list[Action] = []  # what a policy answered when a block died, maybe within a `__del__`
+        weakref.finalize(self, _abandon, self._engine, self._host, self._disk).atexit = False
 
     def offload_context(
         self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str = 1 << 20
@@ -148,8 +170,10 @@ class TieringManager:
     def stats(self) -> Stats:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
         with _Exclusive(self):
+            self._go_on()
             self._host.collect()
-            return flatten(self._counters, self._host.pool_stats(), self._host.slots, self._store.blocks)
+            disk = None if self._disk is None else self._disk.stats()
+            return flatten(self._counters, self._host.pool_stats(), self._host.slots, self._store.blocks, disk)
 
     def memory_summary(self) -> str:
         """The stats as a table: what moved, and with trace=True how much of it was hidden and who waited."""
@@ -163,9 +187,10 @@ class TieringManager:
             self._trace.export(path)
 
     def synchronize(self) -> None:
-        """Waits on the host for every copy that was started, and takes back the slots they used."""
+        """Waits on the host for every copy and file operation that was started; takes back the slots they used."""
         with _Exclusive(self):
             self._engine.synchronize()
+            self._store.settle()
             self._host.collect()
 
     def close(self) -> None:
@@ -180,6 +205,9 @@ class TieringManager:
             for block in list(self._store.blocks):
                 self._store.retire(block)
             self._engine.synchronize()
+            self._store.settle()
+            if self._disk is not None:
+                self._disk.close()
             self._host.close()
 
     def __enter__(self) -> TieringManager:
@@ -196,18 +224,23 @@ class TieringManager:
         """A number for one pass through a forward."""
         if self._closed:
             raise Closed("the manager is closed: make a new one")
-        return next(self._graphs)
+        graph = next(self._graphs)
+        if self._spiller is not None:
+            self._spiller.step = graph
+        return graph
 
     def notify(self, event: Event) -> None:
         """Tells the policy and does what it answers."""
         with _Exclusive(self):
             if self._trace is not None:
                 self._tell(self._trace, event)
+            self._go_on()
             self._act(self._policy.decide(event))
 
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""
         with _Exclusive(self):
+            self._go_on()
             self._act(list(actions))
 
     def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]:
@@ -216,6 +249,7 @@ class TieringManager:
         Whoever gets the block lets go of it once.
         """
         with _Exclusive(self):
+            self._go_on()
             block, view = self._store.save(tensor)
             if self._trace is not None and view.number == 0:
                 self._trace.saved(graph, layer, block.nbytes)
@@ -243,6 +277,7 @@ class TieringManager:
         Raises ChangedTensor, or Closed where its bytes went with the manager.
         """
         with _Exclusive(self):
+            self._go_on()
             return self._store.load(block, view)
 
     def let_go(self, block: Block) -> None:
@@ -252,6 +287,12 @@ class TieringManager:
 
     # Under the lock.
 
+    def _go_on(self) -> None:
+        self._store.progress()
+        if self._postponed:
+            actions, self._postponed = self._postponed, []
+            self._act(actions)
+
     def _bury_let_go(self) -> None:
         """Whoever finds the lock free does it; who does not leaves it to the lock's holder, who comes here next."""
         while self._let_go and self._lock.acquire(blocking=False):
@@ -259,7 +300,7 @@ class TieringManager:
                 while self._let_go:
                     block = self._let_go.popleft()
                     if self._store.let_go(block):
-                        self._act(self._policy.decide(Dropped(block.key)))
+                        self._postponed += self._policy.decide(Dropped(block.key))
             finally:
                 self._lock.release()
 
@@ -288,24 +329,33 @@ class TieringManager:
     def _act(self, actions: Sequence[Action]) -> None:
         if not actions:
             return
+        do = {
+            Offload: self._store.offload,
+            Release: self._store.release,
+            Reload: self._store.reload_early,
+            Spill: self._store.spill,
+            Fetch: self._store.fetch,
+        }
         for kind, group in itertools.groupby(actions, type):
             alike = list(group)
-            if kind not in (Offload, Release, Reload):
+            if kind not in do:
                 raise PolicyError(f"{type(self._policy).__name__} answered {alike[0]!r}, which is not an action")
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             keys = dict.fromkeys(action.key for action in alike)
             blocks = [block for key in keys if (block := self._store.find(key)) is not None]
-            if kind is Offload:
-                self._store.offload(blocks)
-            elif kind is Release:
-                self._store.release(blocks)
-            else:
-                self._store.reload_early(blocks)
+            do[kind](blocks)
 
 
-def _abandon(engine: TransferEngine, host: HostTier) -> None:
+def _advise(policy: Policy, nbytes: int) -> Sequence[Action]:
+    """What a policy lets go down to disk, so that so many bytes of host memory come free."""
+    return policy.decide(HostPressure(nbytes))
+
+
+def _abandon(engine: TransferEngine, host: HostTier, disk: DiskTier | None) -> None:
     """Whoever could still use a block has a reference to the manager, and there is none."""
     engine.synchronize()
+    if disk is not None:
+        disk.close()
     host.abandon()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .allocators import PoolStats
 from .block import Block, Place
 from .sizes import format_bytes
+from .spill.disk_record import DiskStats
 
 # Counts and bytes; a name for what is one, and a float for a share.
 Stats = dict[str, int | float | str]
@@ -30,20 +31,28 @@ class Counters:
     """kept: blocks that should have left and had no room on the host. reloads_on_demand: blocks that backward asked
     for before the policy had begun to bring them back. host_waits: times the host waited for room to come free.
     postponed: early reloads that the device had no room for. blocking: copies for which the host had to wait,
-    because their host memory is not pinned."""
+    because their host memory is not pinned. spilled, fetched: blocks written to disk and read from there.
+    disk_waits: times the host waited for a read. overflowed: blocks that were read into memory beyond the host
+    tier's limit, because backward needed them and there was no other way."""
 
     offloaded: Moved = field(default_factory=Moved)
     released: Moved = field(default_factory=Moved)
     reloaded: Moved = field(default_factory=Moved)
     kept: Moved = field(default_factory=Moved)
     blocking: Moved = field(default_factory=Moved)
+    spilled: Moved = field(default_factory=Moved)
+    fetched: Moved = field(default_factory=Moved)
+    disk_waits: int = 0
+    overflowed: int = 0
     reloads_on_demand: int = 0
     host_waits: int = 0
     postponed: int = 0
 
 
-def flatten(counters: Counters, pool: PoolStats, slots: int, blocks: Collection[Block]) -> Stats:
-    """One flat dictionary, in the manner of torch.cuda.memory_stats()."""
+def flatten(
+    counters: Counters, pool: PoolStats, slots: int, blocks: Collection[Block], disk: DiskStats | None
+) -> Stats:
+    """One flat dictionary, in the manner of torch.cuda.memory_stats(). Without a disk tier it has no "disk..."."""
     stats: Stats = {
         "host.source": pool.source,
         "host.capacity": pool.capacity or 0,
@@ -61,13 +70,32 @@ def flatten(counters: Counters, pool: PoolStats, slots: int, blocks: Collection[
         "reloads_on_demand.total": counters.reloads_on_demand,
         "reloads_postponed.total": counters.postponed,
     }
-    for name in ("offloaded", "released", "reloaded", "kept"):
+    names = ("offloaded", "released", "reloaded", "kept")
+    for name in names if disk is None else (*names, "spilled", "fetched"):
         moved: Moved = getattr(counters, name)
         stats[f"{name}.blocks.total"] = moved.count
         stats[f"{name}.bytes.total"] = moved.nbytes
     stats["blocking.copies.total"] = counters.blocking.count
     stats["blocking.bytes.total"] = counters.blocking.nbytes
-    for place in (Place.DEVICE, Place.LEAVING, Place.HOST, Place.ARRIVING):
+    places = [Place.DEVICE, Place.LEAVING, Place.HOST, Place.ARRIVING]
+    if disk is not None:
+        places.append(Place.DISK)
+        stats |= {
+            "disk.capacity": disk.capacity,
+            "disk.used.current": disk.used,
+            "disk.used.peak": disk.peak,
+            "disk.reserved.current": disk.reserved,
+            "disk.records": disk.records,
+            "disk.files": disk.files,
+            "disk.written.total": disk.written,
+            "disk.read.total": disk.read,
+            "disk.failures.total": disk.failures,
+            "disk.state": disk.state,
+            "disk.direct": int(disk.direct),
+            "disk.waits.total": counters.disk_waits,
+            "disk.overflows.total": counters.overflowed,
+        }
+    for place in places:
         sizes = [block.nbytes for block in blocks if block.place is place]
         stats[f"{place.value}.blocks.current"] = len(sizes)
         stats[f"{place.value}.bytes.current"] = sum(sizes)
@@ -89,6 +117,15 @@ def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequen
     for name in ("offloaded", "released", "reloaded", "kept"):
         label = "kept, host tier full" if name == "kept" else name
         rows.append((label, f"{stats[f'{name}.blocks.total']} blocks, {size(f'{name}.bytes.total')}"))
+    if "disk.state" in stats:
+        direct = "direct" if stats["disk.direct"] else "buffered"
+        rows.append(("disk used / peak", f"{size('disk.used.current')} / {size('disk.used.peak')}"))
+        rows.append(("disk reserved / limit", f"{size('disk.reserved.current')} / {size('disk.capacity')}"))
+        rows.append(("disk tier", f"{stats['disk.state']}, {direct}, {stats['disk.failures.total']} failures"))
+        for name in ("spilled", "fetched"):
+            rows.append((name, f"{stats[f'{name}.blocks.total']} blocks, {size(f'{name}.bytes.total')}"))
+        rows.append(("written / read", f"{size('disk.written.total')} / {size('disk.read.total')}"))
+        rows.append(("host waits for the disk", str(stats["disk.waits.total"])))
     rows.append(("reloads on demand", str(stats["reloads_on_demand.total"])))
     rows.append(("host waits for room", str(stats["host.waits.total"])))
     blocking = f"{stats['blocking.copies.total']}, {size('blocking.bytes.total')}"

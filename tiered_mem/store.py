@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from .block import Block, Place, Span, View, flat, span_of, view_of
+from .block import Block, Place, Span, View, flat, groups, span_of, view_of
 from .errors import Closed, TierFull, changed_tensor
+from .host_room import Advise, HostRoom
 from .marks import stays
+from .spiller import Read, Spiller
 from .stats import Counters
 from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
 from .trace import Trace
@@ -21,7 +24,11 @@ _log = logging.getLogger("tiered_mem.store")
 
 
 class BlockStore:
-    """Does what a policy advises, as far as the place of each block allows it. One thread at a time."""
+    """Does what a policy advises, as far as the place of each block allows it. One thread at a time.
+
+    advise: says which blocks may go down to disk.
+    spiller: None where there is no disk tier.
+    """
 
     def __init__(
         self,
@@ -29,14 +36,21 @@ class BlockStore:
         host: HostTier,
         engine: TransferEngine,
         counters: Counters,
+        advise: Advise,
         trace: Trace | None = None,
+        spiller: Spiller | None = None,
     ) -> None:
         self._device = device
+        self._spiller = spiller
+        self._wanted: dict[Block, None] = {}  # on disk, and to be on the device soon
+        self._full_at = 0
+        self._leaving_next: dict[Block, bool] = {}  # whether to release it as soon as it is leaving
         self._trace = trace
         self._host = host
         self._engine = engine
         self._counters = counters
         self._blocks: dict[int, Block] = {}
+        self._room = HostRoom(host, spiller, advise, self._blocks, counters, trace)
         self._by_span: dict[Span, Block] = {}
         self._keys = itertools.count()
 
@@ -68,8 +82,11 @@ class BlockStore:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
         if not block.unchanged():
             raise changed_tensor(view, view.origin)
+        if block.place is Place.DISK:
+            self._bring_up(block)
         if block.place is Place.HOST:
-            self._counters.reloads_on_demand += 1
+            if block not in self._wanted:
+                self._counters.reloads_on_demand += 1
             self.reload([block])
         if block.device is None:
             raise Closed("the manager was closed before this backward, and the activations with it")
@@ -83,34 +100,40 @@ class BlockStore:
     def offload(self, blocks: Sequence[Block]) -> None:
         """Starts to copy blocks to the host. One that finds no room there stays on the device and is counted."""
         moves: list[tuple[Block, DeviceSlot, HostSlot]] = []
+
+        def more_room(nbytes: int) -> bool:
+            # What is on its way to the host can go on to the disk, and make room for the others.
+            if self._spiller is not None:
+                under_way = moves[:]
+                moves.clear()
+                self._start_offloads(under_way)
+            return self._more_room(nbytes)
+
+        self._leaving_next = {block: False for block in blocks if self._can_leave(block)}
         try:
-            for block, slot in self._find_room([block for block in blocks if self._can_leave(block)]):
+            for block, slot in self._find_room(list(self._leaving_next), more_room):
                 moves.append((block, self._source(block), slot))
-            if not moves:
-                return
-            ticket = self._engine.offload([(source, slot) for _, source, slot in moves])
         except BaseException:
-            self._engine.synchronize()  # some of them may have been started
             for _, _, slot in moves:
                 self._host.release(slot, None)
             raise
-        for block, _, slot in moves:
-            block.host = slot
-            block.place = Place.LEAVING
-            block.ticket = ticket
-            block.offloaded = True
-            self._counters.offloaded.add(block.nbytes)
-            if not slot.pinned:
-                self._counters.blocking.add(block.nbytes)
+        finally:
+            due = [block for block, released in self._leaving_next.items() if released]
+            self._leaving_next = {}
+        self._start_offloads(moves)
+        self.release(due)
+        self._room.keep(self.release)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Gives up the device memory of blocks that are leaving: it is free for what comes after their copy."""
         for block in blocks:
+            if block in self._leaving_next and block.place is Place.DEVICE:
+                self._leaving_next[block] = True
             if block.place is not Place.LEAVING or block.device is None or block.ticket is None:
                 continue
             block.changed = not block.unchanged()
             block.ticket.hold(block.device.stream, "release")
-            block.place = Place.HOST
+            block.place = Place.DISK if block.host is None else Place.HOST
             block.left = True
             self._forget_device(block)
             self._counters.released.add(block.nbytes)
@@ -122,8 +145,35 @@ class BlockStore:
         except torch.OutOfMemoryError:
             self._counters.postponed += sum(block.place is Place.HOST for block in blocks)
 
+    def spill(self, blocks: Sequence[Block]) -> None:
+        """Starts to write to disk those of the blocks whose bytes are on the host or on their way there."""
+        if self._spiller is not None:
+            self._spiller.spill(blocks)
+
+    def fetch(self, blocks: Sequence[Block]) -> None:
+        """Starts to read blocks that are on disk into host memory, as far as that has room."""
+        if self._spiller is not None:
+            with contextlib.suppress(TierFull):
+                self._spiller.fetch(blocks)
+
+    def progress(self) -> None:
+        """Goes on with what was waiting for a file operation that has ended."""
+        if self._spiller is None or not (self._spiller.busy or self._wanted):
+            return
+        self._spiller.collect()
+        ready = [block for block in self._wanted if block.place is not Place.DISK]
+        for block in ready:
+            del self._wanted[block]
+        self.reload_early(ready)
+        self._fetch_wanted()
+
+    def settle(self) -> None:
+        """Waits for the file operations under way."""
+        if self._spiller is not None:
+            self._spiller.drain()
+
     def reload(self, blocks: Sequence[Block]) -> None:
-        """Starts to copy blocks to the device.
+        """Starts to copy blocks to the device. What is on disk is read first, and copied when `progress` finds it.
 
         Raises torch.OutOfMemoryError where it has no room; what it had room for is on its way then.
         """
@@ -137,8 +187,11 @@ class BlockStore:
                     block.device = self._device.reserve(block.nbytes, block.dtype, stream)
                     block.place = Place.ARRIVING
                     moves.append((block, block.host, block.device))
+                elif block.place is Place.DISK:
+                    self._wanted[block] = None
         finally:
             self._start_reloads(moves)
+        self._fetch_wanted(anew=True)
 
     def let_go(self, block: Block) -> bool:
         """One saved tensor less holds the block. Whether that was the last one: then the block is gone."""
@@ -155,6 +208,7 @@ class BlockStore:
             block.ticket.hold(block.device.stream, "drop")
         if block.host is not None:
             self._host.release(block.host, block.ticket.event if block.ticket is not None else None)
+        self._forget_disk(block)
         self._forget_device(block)
         block.host = block.ticket = None
         block.place = Place.GONE
@@ -176,32 +230,84 @@ class BlockStore:
         # What was away once lies in memory of its own, of which the span says nothing.
         return slot if block.left else DeviceSlot(flat(slot.tensor, block.span), slot.stream)
 
-    def _find_room(self, blocks: Sequence[Block]) -> Iterator[tuple[Block, HostSlot]]:
+    def _find_room(
+        self, blocks: Sequence[Block], more_room: Callable[[int], bool]
+    ) -> Iterator[tuple[Block, HostSlot]]:
         """Blocks with the host slots they are to have. Small ones share a lease; who finds no room is left out."""
-        for group in _groups(blocks):
+        for group in groups(blocks):
             try:
-                yield from zip(group, self._reserve(group), strict=True)
+                wanted = [(block.nbytes, block.dtype) for block in group]
+                yield from zip(group, self._host.reserve(wanted, more_room=more_room), strict=True)
             except TierFull as error:
                 if len(group) == 1:
                     self._keep(group[0], error)
                 else:
                     for block in group:
-                        yield from self._find_room([block])
+                        yield from self._find_room([block], more_room)
 
-    def _reserve(self, blocks: Sequence[Block]) -> list[HostSlot]:
-        wanted = [(block.nbytes, block.dtype) for block in blocks]
-        return self._host.reserve(wanted, waiting=self._waiting_for_room)
+    def _more_room(self, nbytes: int) -> bool:
+        return self._room.make(nbytes, self.release)
 
-    @contextlib.contextmanager
-    def _waiting_for_room(self) -> Iterator[None]:
-        self._counters.host_waits += 1
-        with self._trace.host_waits() if self._trace is not None else contextlib.nullcontext():
-            yield
+    def _fetch_wanted(self, *, anew: bool = False) -> None:
+        """Reads what is wanted on the device, as far as the host has room.
+
+        anew: try although there was no room the last time.
+        """
+        if self._spiller is None or not self._wanted:
+            return
+        used = self._host.pool_stats().used
+        if not anew and used >= self._full_at:
+            return
+        self._full_at = sys.maxsize
+        for block in [block for block in self._wanted if not self._spiller.readable(block)]:
+            del self._wanted[block]  # backward will hear of it
+        try:
+            self._spiller.fetch(list(self._wanted))
+        except TierFull:
+            self._full_at = self._host.pool_stats().used
+
+    def _bring_up(self, block: Block) -> None:
+        """Reads a block that is needed now, unless it is being read already. Raises what the disk tier found."""
+        if self._spiller is None:
+            return
+        if block.move is None:
+            self._spiller.fetch_anyhow(block, self._more_room)
+        read = block.move
+        if isinstance(read, Read):
+            self._counters.disk_waits += not read.job.done
+            with self._room.waiting():
+                read.job.wait()
+            self._spiller.collect()
+            error = read.job.error
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del read, error  # or the error and this frame would keep each other, and the block, alive
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
             _log.warning("an activation stays on the device: %s. Later ones are only counted", error)
         self._counters.kept.add(block.nbytes)
+
+    def _start_offloads(self, moves: Sequence[tuple[Block, DeviceSlot, HostSlot]]) -> None:
+        if not moves:
+            return
+        try:
+            ticket = self._engine.offload([(source, slot) for _, source, slot in moves])
+        except BaseException:
+            self._engine.synchronize()  # some of them may have been started
+            for _, _, slot in moves:
+                self._host.release(slot, None)
+            raise
+        for block, _, slot in moves:
+            block.host = slot
+            block.place = Place.LEAVING
+            block.ticket = ticket
+            block.offloaded = True
+            self._counters.offloaded.add(block.nbytes)
+            if not slot.pinned:
+                self._counters.blocking.add(block.nbytes)
 
     def _start_reloads(self, moves: Sequence[tuple[Block, HostSlot, DeviceSlot]]) -> None:
         try:
@@ -217,6 +323,7 @@ class BlockStore:
             block.host = None
             block.versions = [(slot.tensor, slot.tensor._version)]
             self._host.release(source, ticket.event)
+            self._forget_disk(block)
             self._counters.reloaded.add(block.nbytes)
             if not source.pinned:
                 self._counters.blocking.add(block.nbytes)
@@ -225,6 +332,7 @@ class BlockStore:
         """The block is wanted before it was released: it has been on the device all the time."""
         if block.host is not None and block.ticket is not None:
             self._host.release(block.host, block.ticket.event)
+        self._forget_disk(block)
         block.unwanted = block.ticket
         block.host = block.ticket = None
         block.place = Place.DEVICE
@@ -238,6 +346,11 @@ class BlockStore:
             # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
             tensor.record_stream(stream)  # type: ignore[arg-type]
 
+    def _forget_disk(self, block: Block) -> None:
+        self._wanted.pop(block, None)
+        if self._spiller is not None:
+            self._spiller.forget(block)
+
     def _forget_device(self, block: Block) -> None:
         if block.unwanted is not None and block.device is not None:
             block.unwanted.hold(block.device.stream, "drop")
@@ -246,20 +359,3 @@ class BlockStore:
         block.versions.clear()
         if self._by_span.get(block.span) is block:
             del self._by_span[block.span]
-
-
-# Blocks that leave together come back at about the same time. Above this size a block is worth a region of its own.
-_LEASE_BYTES = 8 << 20
-
-
-def _groups(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    group: list[Block] = []
-    nbytes = 0
-    for block in blocks:
-        if group and nbytes + block.nbytes > _LEASE_BYTES:
-            yield group
-            group, nbytes = [], 0
-        group.append(block)
-        nbytes += block.nbytes
-    if group:
-        yield group

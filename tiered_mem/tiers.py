@@ -6,12 +6,11 @@ import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from .allocators import HostPool, OutOfHostMemory, PoolStats, Region, round_up
+from .allocators import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region, round_up
 from .device import Device, Event, Stream
 from .errors import DeviceFailed, TierFull
 
@@ -41,11 +40,14 @@ class HostSlot:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A region of the pool, the slab it lies in, and how many slots in it are in use."""
+    """A region of the pool, the slab it lies in, and how many slots and file operations use it.
+
+    A slab that is not of the pool is memory of the lease's own, beyond the tier's limit.
+    """
 
     region: Region
     slab: _Slab
-    slots: int
+    users: int
 
 
 def bytes_of(region: Region) -> torch.Tensor:
@@ -98,25 +100,62 @@ class HostTier:
         self._slots = 0
 
     def reserve(
-        self, wanted: Sequence[tuple[int, torch.dtype]], *, waiting: Callable[[], AbstractContextManager[None]]
+        self, wanted: Sequence[tuple[int, torch.dtype]], *, more_room: Callable[[int], bool] | None = None
     ) -> list[HostSlot]:
         """A slot for each of a number of bytes, next to each other: memory that is free again when all are back.
 
-        Raises TierFull where even the slots that are about to be free would not make room.
+        more_room: called with the bytes that are missing, as long as it returns that there may be room by now.
 
-        waiting: entered each time the host has to wait for a copy to end before there is room.
+        Raises TierFull.
         """
         self.collect()
         nbytes = sum(map(round_up, (size for size, _ in wanted)))
         while True:
             try:
-                return self._slots_in(self._pool.allocate(nbytes), wanted)
+                region = self._pool.allocate(nbytes)
+                break
             except OutOfHostMemory as error:
                 never = error.limit is not None and error.needed > error.limit
-                if never or not self._returning:
+                if never or more_room is None or not more_room(nbytes):
                     raise self._full(error) from error
-            with waiting():
-                self._wait_for_oldest()
+        return self._slots_in(region, self._slab_of(region), wanted)
+
+    def overflow(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
+        """Slots beyond the tier's limit, in memory that is not pinned: for bytes that are needed now."""
+        nbytes = sum(map(round_up, (size for size, _ in wanted)))
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        start = -memory.data_ptr() % ALIGNMENT
+        whole = memory[start : start + nbytes]
+        region = Region(whole.data_ptr(), nbytes)
+        return self._slots_in(region, _Slab(region, whole), wanted)
+
+    def hold(self, slot: HostSlot) -> Lease:
+        """Keeps the slot's memory, whoever releases the slot, until the lease is given back by `let_go`."""
+        slot.lease.users += 1
+        return slot.lease
+
+    def let_go(self, lease: Lease) -> None:
+        """Whoever held the lease does so no more."""
+        if lease not in self._leases:
+            return  # abandoned
+        lease.users -= 1
+        if lease.users == 0:
+            self._leases.remove(lease)
+            if lease.slab.pooled:
+                self._pool.deallocate(lease.region)
+
+    @property
+    def waits(self) -> bool:
+        """Whether slots are on their way back."""
+        return bool(self._returning)
+
+    def wait(self) -> bool:
+        """Waits for the copy that has kept a slot the longest. False if there is none."""
+        if not self._returning:
+            return False
+        self._returning[0][1].synchronize()
+        self.collect()
+        return True
 
     def release(self, slot: HostSlot, event: Event | None) -> None:
         """Gives a slot back; `event` is the end of the last copy that uses it, None if there is none."""
@@ -164,27 +203,18 @@ class HostTier:
         """Frees the memory whatever slots are in use. For when nobody can use them any more, and no copy does."""
         self._returning.clear()
         for lease in self._leases:
-            self._pool.deallocate(lease.region)
+            if lease.slab.pooled:
+                self._pool.deallocate(lease.region)
         self._leases.clear()
         self._slots = 0
         self.close()
 
-    def _wait_for_oldest(self) -> None:
-        self._returning[0][1].synchronize()
-        self.collect()
-
     def _free(self, slot: HostSlot) -> None:
-        lease = slot.lease
-        if lease not in self._leases:
-            return  # abandoned
-        self._slots -= 1
-        lease.slots -= 1
-        if lease.slots == 0:
-            self._leases.remove(lease)
-            self._pool.deallocate(lease.region)
+        if slot.lease in self._leases:
+            self._slots -= 1
+            self.let_go(slot.lease)
 
-    def _slots_in(self, region: Region, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
-        slab = self._slab_of(region)
+    def _slots_in(self, region: Region, slab: _Slab, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         lease = Lease(region, slab, len(wanted))
         self._leases.add(lease)
         self._slots += len(wanted)
@@ -218,13 +248,17 @@ class HostTier:
 
 
 class _Slab:
-    """A slab of the pool as torch sees it."""
+    """A slab of the pool as torch sees it.
 
-    def __init__(self, region: Region) -> None:
+    memory: that of a slab which is not of the pool, and lives as long as this.
+    """
+
+    def __init__(self, region: Region, memory: torch.Tensor | None = None) -> None:
         self.region = region
+        self.pooled = memory is None
         # One storage for the whole slab: torch looks at where a storage starts to tell whether it is pinned.
-        whole = bytes_of(region)
-        self.pinned = is_pinned(whole)
+        whole = bytes_of(region) if memory is None else memory
+        self.pinned = memory is None and is_pinned(whole)
         self._elements = {torch.uint8: whole}
 
     def elements(self, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,285 @@
+"""Keep so many bytes on the device: what was not used for the longest time leaves, and is back for its backward."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..sizes import format_bytes, parse_bytes
+from .base import Action, Dropped, Event, Fetch, HostPressure, LayerBegin, Offload, Release, Reload, Saved, Spill
+
+
+class LRUPolicy:
+    """Keeps at most `device_bytes` of saved blocks on the device, whatever layers they are of.
+
+    Where more than half of that is on the device and not leaving, the blocks that were not used for the longest
+    time begin to leave, until three eighths are left. The other half is for what is on its way out: its memory is
+    given up only where the budget would be passed otherwise, so that copies have time to run beside compute. A
+    block that is saved again is used again. One that is larger than the budget leaves at once.
+
+    In backward blocks come back in the reverse order of their saving, before they are needed, and as many bytes
+    beyond those are fetched from disk. What backward is through with and still holds is the first to leave again.
+    Under host pressure what left the longest ago goes to disk.
+
+    device_bytes: an int of bytes or a string such as "4GiB".
+    read_ahead: the bytes that may be back before backward needs them; at least one block is. None is a quarter of
+        device_bytes.
+
+    Raises ValueError for a size below 1 byte, and for a read_ahead above device_bytes.
+    """
+
+    def __init__(self, device_bytes: int | str = "1GiB", *, read_ahead: int | str | None = None) -> None:
+        self._budget = parse_bytes(device_bytes)
+        self._read_ahead = max(1, self._budget // 4) if read_ahead is None else parse_bytes(read_ahead)
+        if self._read_ahead > self._budget:
+            raise ValueError(
+                f"read_ahead must be at most device_bytes, which is {format_bytes(self._budget)}, "
+                f"not {format_bytes(self._read_ahead)}"
+            )
+        self._blocks: dict[int, _Block] = {}
+        self._graphs: dict[int, _Graph] = {}
+        # A block is in one of these, or of its graph's, at a time.
+        self._used = _Queue(on_device=True)
+        self._resident = _Queue(on_device=True)
+        self._leaving = _Queue(on_device=True)
+        self._on_host = _Queue()
+        self._on_disk = _Queue()
+        self._on_device = 0
+
+    def check(self, num_layers: int) -> None:
+        """Suits every model."""
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        match event:
+            case Saved(graph, layer, key, nbytes):
+                return self._save(graph, layer, key, nbytes)
+            case Dropped(key):
+                return self._drop(key)
+            case LayerBegin(graph, layer, backward=True):
+                if graph in self._graphs:
+                    return self._begin_backward(self._graphs[graph], layer)
+            case HostPressure(nbytes):
+                return self._spill(nbytes)
+        return ()
+
+    def _save(self, number: int, layer: int, key: int, nbytes: int) -> list[Action]:
+        graph = self._graphs.get(number)
+        if graph is None:
+            graph = self._graphs[number] = _Graph(number)
+        graph.blocks += 1
+        before = self._blocks.get(key)
+        if before is not None:
+            if before.graph is graph:
+                layer = max(layer, before.layer)  # backward needs it there first
+            self._forget(before)
+        block = self._blocks[key] = _Block(key, layer, nbytes, graph)
+        self._move(block, self._resident)
+        if nbytes > self._budget:
+            return [self._offload(block), self._release(block)]
+        return self._make_room(self._used, self._resident)
+
+    def _drop(self, key: int) -> Sequence[Action]:
+        block = self._blocks.get(key)
+        if block is None:
+            return ()
+        graph = block.graph
+        self._forget(block)
+        # What a backward drops it has used. Lower layers are dropped where the graph goes unused.
+        used = graph.reached is not None and block.layer >= graph.reached
+        return self._bring_back(graph) if used and graph.blocks else ()
+
+    def _forget(self, block: _Block) -> None:
+        self._move(block, None)
+        block.graph.not_away(block)
+        del self._blocks[block.key]
+        block.graph.blocks -= 1
+        if not block.graph.blocks:
+            del self._graphs[block.graph.number]
+
+    def _make_room(self, *queues: _Queue) -> list[Action]:
+        """Where too much stays, blocks of these begin to leave. What is leaving is released where it must be."""
+        actions: list[Action] = []
+        if self._staying > self._budget // 2:
+            for queue in queues:
+                while self._staying > self._budget * 3 // 8 and (oldest := queue.first()) is not None:
+                    actions.append(self._offload(oldest))
+        return actions + self._release_until(self._budget)
+
+    @property
+    def _staying(self) -> int:
+        return self._on_device - self._leaving.nbytes
+
+    def _release_until(self, nbytes: int) -> list[Action]:
+        """No more than so many bytes are on the device, or none of them is leaving."""
+        actions: list[Action] = []
+        while self._on_device > nbytes and (oldest := self._leaving.first()) is not None:
+            actions.append(self._release(oldest))
+        return actions
+
+    def _begin_backward(self, graph: _Graph, layer: int) -> list[Action]:
+        another = graph.reached is None or layer > graph.reached
+        limit = None if another else layer
+        for block in reversed(graph.too_large.until(limit) + graph.coming.until(limit)):
+            self._move(block, self._on_host)
+            graph.set_away(block)
+        for block in graph.back.until(limit):
+            self._move(block, self._resident if another else self._used)
+        if graph.reached not in (None, layer):
+            # Backward was through with that layer, and reloaded what was not back. It will hardly need it again.
+            for block in graph.away_of(graph.reached):
+                if block.queue is not self._leaving:
+                    graph.not_away(block)
+                    self._move(block, self._used)
+        graph.reached = layer
+        return self._make_room(self._used) + self._bring_back(graph)
+
+    def _bring_back(self, graph: _Graph) -> list[Action]:
+        releases: list[Action] = []
+        reloads: list[Action] = []
+        fetches: list[Action] = []
+        while (block := graph.coming.first() or graph.next_away()) is not None:
+            if block.nbytes > self._budget:
+                fetches += self._recall(block, graph.too_large)
+                continue
+            if not graph.back.takes(block, self._read_ahead):
+                break
+            if block.queue is not self._leaving:
+                if self._staying + block.nbytes > self._budget:
+                    break
+                releases += self._release_until(self._budget - block.nbytes)
+            self._recall(block, graph.back)
+            reloads.append(Reload(block.key))
+        while (
+            (block := graph.next_away()) is not None
+            and block.queue is not self._leaving
+            and graph.coming.takes(block, self._read_ahead)
+        ):
+            fetches += self._recall(block, graph.coming)
+        return releases + reloads + fetches
+
+    def _recall(self, block: _Block, to: _Queue) -> list[Action]:
+        """Backward will need the block: it is not spilled, or fetched if it was."""
+        spilled = block.queue is self._on_disk
+        block.graph.not_away(block)
+        self._move(block, to)
+        return [Fetch(block.key)] if spilled else []
+
+    def _spill(self, nbytes: int) -> list[Action]:
+        releases: list[Action] = []
+        spills: list[Action] = []
+        while nbytes > 0 and (block := self._on_host.first() or self._leaving.first()) is not None:
+            if block.queue is self._leaving:
+                releases.append(self._release(block))
+            self._move(block, self._on_disk)
+            spills.append(Spill(block.key))
+            nbytes -= block.nbytes
+        return releases + spills
+
+    def _offload(self, block: _Block) -> Action:
+        self._move(block, self._leaving)
+        block.graph.set_away(block)
+        return Offload(block.key)
+
+    def _release(self, block: _Block) -> Action:
+        self._move(block, self._on_host)
+        return Release(block.key)
+
+    def _move(self, block: _Block, to: _Queue | None) -> None:
+        """Puts the block at the end of a queue, and out of the one that it is in."""
+        if block.queue is not None:
+            block.queue.remove(block)
+            self._on_device -= block.nbytes * block.queue.on_device
+        if to is not None:
+            to.add(block)
+            self._on_device += block.nbytes * to.on_device
+        block.queue = to
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """`layer` is the last layer that saved the block. `queue` tells where it is, as far as the policy knows."""
+
+    key: int
+    layer: int
+    nbytes: int
+    graph: _Graph
+    queue: _Queue | None = None
+
+
+@dataclass
+class _Queue:
+    """Blocks in the order in which they came."""
+
+    on_device: bool = False
+    nbytes: int = 0
+    _blocks: OrderedDict[int, _Block] = field(default_factory=OrderedDict)
+
+    def first(self) -> _Block | None:
+        return next(iter(self._blocks.values()), None)
+
+    def until(self, layer: int | None) -> list[_Block]:
+        """The first blocks, up to one of this layer or of one below; None is all of them."""
+        blocks: list[_Block] = []
+        for block in self._blocks.values():
+            if layer is not None and block.layer <= layer:
+                break
+            blocks.append(block)
+        return blocks
+
+    def takes(self, block: _Block, limit: int) -> bool:
+        """Whether the block fits under the limit. One block always does."""
+        return not self._blocks or self.nbytes + block.nbytes <= limit
+
+    def add(self, block: _Block) -> None:
+        self._blocks[block.key] = block
+        self.nbytes += block.nbytes
+
+    def remove(self, block: _Block) -> None:
+        del self._blocks[block.key]
+        self.nbytes -= block.nbytes
+
+
+@dataclass
+class _Graph:
+    """One forward, and how far its backward has come.
+
+    back: on the device again, and not yet used.
+    coming: those that are to follow next.
+    too_large: those that the budget has no room for. Backward reloads them itself when it must.
+    reached: the layer whose backward began last. What is away of the layers above comes back on demand only.
+    """
+
+    number: int
+    blocks: int = 0
+    back: _Queue = field(default_factory=lambda: _Queue(on_device=True))
+    coming: _Queue = field(default_factory=_Queue)
+    too_large: _Queue = field(default_factory=_Queue)
+    reached: int | None = None
+    _away: dict[int, OrderedDict[int, _Block]] = field(default_factory=dict)
+    _layers: list[int] = field(default_factory=list)
+
+    def set_away(self, block: _Block) -> None:
+        """The block left the device."""
+        if block.layer not in self._away:
+            self._away[block.layer] = OrderedDict()
+            insort(self._layers, block.layer)
+        self._away[block.layer][block.key] = block
+
+    def not_away(self, block: _Block) -> None:
+        """The block is back, on its way back, or gone."""
+        blocks = self._away.get(block.layer)
+        if blocks is not None and blocks.pop(block.key, None) is not None and not blocks:
+            del self._away[block.layer]
+            del self._layers[bisect_left(self._layers, block.layer)]
+
+    def away_of(self, layer: int) -> list[_Block]:
+        return list(self._away.get(layer, {}).values())
+
+    def next_away(self) -> _Block | None:
+        """Of the blocks that are away, the one that backward needs next."""
+        if self.reached is None:
+            return None
+        below = bisect_right(self._layers, self.reached)
+        return next(reversed(self._away[self._layers[below - 1]].values())) if below else None

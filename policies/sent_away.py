@@ -1,0 +1,86 @@
+"""Where a policy has sent blocks, and which of them go on to disk."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .base import Action, Fetch, Offload, Release, Reload, Spill
+
+Home = tuple[int, int, int]
+
+
+@dataclass
+class SentAway:
+    """Follows a policy's answers: which blocks leave the device, are on the host, or were sent on to disk.
+
+    A block is spilled once for each time that it leaves the device, and never when it was told to come back.
+    """
+
+    _leaving: OrderedDict[int, Home] = field(default_factory=OrderedDict)
+    _released: dict[int, Home] = field(default_factory=dict)
+    _on_host: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    _on_disk: set[int] = field(default_factory=set)
+
+    def follow(self, actions: Sequence[Action], home: Callable[[int], Home]) -> Sequence[Action]:
+        """Takes note of an answer, and returns it.
+
+        home: the graph and the layer that a block belongs to, and its size in bytes.
+        """
+        for action in actions:
+            match action:
+                case Offload(key):
+                    self._leaving[key] = home(key)
+                case Release(key):
+                    self._release(key)
+                case Reload(key) | Fetch(key):
+                    self.forget(key)
+                case Spill(key):
+                    self.forget(key)
+                    self._on_disk.add(key)
+        return actions
+
+    def forget(self, key: int) -> None:
+        """The block is on the device, on its way there, or gone."""
+        self._leaving.pop(key, None)
+        self._on_disk.discard(key)
+        home = self._released.pop(key, None)
+        if home is not None:
+            graph, layer, _ = home
+            blocks = self._on_host[graph, layer]
+            del blocks[key]
+            if not blocks:
+                del self._on_host[graph, layer]
+
+    def spill(self, nbytes: int, needed_last: Callable[[tuple[int, int]], Any]) -> list[Action]:
+        """Sends so many bytes on to disk. What is leaving is released and goes too where the rest is too little.
+
+        needed_last: the sort key of a graph and a layer; the blocks of the smallest go first.
+        """
+        releases: list[Action] = []
+        spills: list[Action] = []
+        places = sorted(self._on_host, key=needed_last)
+        on_host = itertools.chain.from_iterable(self._on_host[place].items() for place in places)
+        leaving = ((key, nbytes) for key, (_, _, nbytes) in self._leaving.items())
+        for key, size in itertools.chain(on_host, leaving):
+            if nbytes <= 0:
+                break
+            if key in self._leaving:
+                releases.append(Release(key))
+            spills.append(Spill(key))
+            nbytes -= size
+        return releases + spills
+
+    def fetch(self, keys: Iterable[int]) -> list[Fetch]:
+        """Fetches those of the blocks that were sent to disk."""
+        return [Fetch(key) for key in keys if key in self._on_disk]
+
+    def _release(self, key: int) -> None:
+        home = self._leaving.pop(key, None)
+        if home is not None:
+            graph, layer, nbytes = home
+            self._released[key] = home
+            self._on_host.setdefault((graph, layer), {})[key] = nbytes

@@ -1,0 +1,134 @@
+"""Disk tiers of tests, of which nothing may be left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.spill.faulty_files import FaultyFiles
+from tests.spill.memory import Memory, empty
+from tiered_mem.spill.disk_record import Record
+from tiered_mem.spill.disk_tier import DiskTier
+from tiered_mem.spill.io_queue import Job
+
+MIB = 1 << 20
+BLOCK = 4096
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Disk:
+    """A tier in a folder of its own, and what is to be known of it."""
+
+    tier: DiskTier
+    files: FaultyFiles
+    clock: Clock
+    folder: Path
+    capacity: int
+    overfull: list[int] = field(default_factory=list)
+
+    def write(self, *contents: bytes) -> tuple[Record, list[Memory]]:
+        """Begin a record of so many pieces. The memory is to be kept until it is written."""
+        memory = [Memory(content) for content in contents]
+        pieces = [part.piece(f"block.{index}") for index, part in enumerate(memory)]
+        return self.tier.write(pieces, step=3, kind="activation"), memory
+
+    def put(self, *contents: bytes) -> Record:
+        """A record that is written."""
+        record, _memory = self.write(*contents)
+        record.job.wait()
+        assert record.job.error is None, record.job.error
+        return record
+
+    def refused(self, *contents: bytes) -> Exception:
+        """What goes wrong in writing."""
+        record, _memory = self.write(*contents)
+        record.job.wait()
+        assert record.job.error is not None
+        return record.job.error
+
+    def read(self, record: Record) -> tuple[Job, list[Memory]]:
+        """Begin to read all pieces of a record."""
+        assert record.stored is not None
+        memory = [empty(entry.nbytes) for entry in record.stored.header.entries]
+        return self.tier.read(record, [(index, part.ptr) for index, part in enumerate(memory)]), memory
+
+    def get(self, record: Record) -> list[bytes]:
+        """The pieces of a record. Raises what went wrong."""
+        job, memory = self.read(record)
+        job.wait()
+        if job.error is not None:
+            raise job.error
+        return [part.content for part in memory]
+
+    def damaged(self, record: Record) -> Exception:
+        """What goes wrong in reading."""
+        job, _memory = self.read(record)
+        job.wait()
+        assert job.error is not None
+        return job.error
+
+    def path(self, record: Record) -> Path:
+        """The file that a record is in."""
+        assert record.file is not None
+        return next(self.folder.rglob(record.file.name))
+
+    def paths(self) -> list[Path]:
+        return sorted(self.folder.rglob("*.safetensors"))
+
+    def real_bytes(self) -> int:
+        """What the files in the folder take, by their lengths."""
+        with self.files.still:
+            return sum(path.lstat().st_size for path in self.paths())
+
+    def watch(self) -> None:
+        real = self.real_bytes()
+        if real > self.capacity:
+            self.overfull.append(real)
+
+
+@contextlib.contextmanager
+def disk_in(
+    folder: Path, *, capacity: int = 16 * MIB, files: FaultyFiles | None = None, workers: int = 1, **options: Any
+) -> Iterator[Disk]:
+    """A tier that never takes more than its capacity, and of which nothing is left at the end."""
+    files, clock = files or FaultyFiles(), Clock()
+    fds = open_in(folder)
+    tier = DiskTier(folder, capacity=capacity, files=files, clock=clock, workers=workers, **options)
+    disk = Disk(tier, files, clock, folder, capacity)
+    files.watch = disk.watch
+    try:
+        yield disk
+    finally:
+        tier.close()
+    assert not disk.overfull, f"{disk.overfull} of {capacity}"
+    assert list(folder.iterdir()) == []
+    assert open_in(folder) == fds
+    assert io_threads() == []
+
+
+def open_in(folder: Path) -> list[str]:
+    """The files that this process has open below a folder."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(link for link in links if link.startswith(f"{folder}/"))
+
+
+def io_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tiered_mem-disk")]

@@ -1,0 +1,85 @@
+"""A record of the disk tier, and what the tier counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .file_pool import Claim
+from .folder_files import SpillFile
+from .io_queue import Job
+from .record import ALIGNMENT
+from .record_io import Stored
+from .write_gate import State
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One file's worth of memory, on its way to the drive or there.
+
+    number: differs from any other's. nbytes: what its file takes. job: the write; once it is done without an error,
+    the record is on the drive. The rest is the tier's.
+    """
+
+    number: int
+    nbytes: int
+    claim: Claim
+    job: Job = field(init=False)
+    file: SpillFile | None = None
+    stored: Stored | None = None
+    operations: int = 1
+    counted: bool = True
+    released: bool = False
+    sound: bool = True
+
+    @property
+    def cost(self) -> int:
+        """The most that writing it may write: also the end of the record that its file held before."""
+        return self.nbytes + ALIGNMENT
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of the records that are not released, and of what was done. As in `DiskStats`."""
+
+    used: int = 0
+    peak: int = 0
+    records: int = 0
+    read: int = 0
+    failures: int = 0
+
+    def add(self, record: Record) -> None:
+        self.used += record.nbytes
+        self.peak = max(self.peak, self.used)
+        self.records += 1
+
+    def remove(self, record: Record) -> None:
+        """Again does nothing."""
+        if record.counted:
+            record.counted = False
+            self.used -= record.nbytes
+            self.records -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """The state of a `DiskTier`: bytes, unless said otherwise.
+
+    `used` is taken by the files of `records` records now, and was `peak` at most. `reserved` is taken by all files,
+    of which there are `files`; some wait to be used again. `written` went to the drive, `read` came from it, and
+    `failures` operations ended in an error. `direct`: whether it is done by direct I/O.
+
+    state: "failing" after a failed write until one succeeds; "budget spent" where the last write that was asked for
+    was more than is left of the write budget; else "ok".
+    """
+
+    capacity: int
+    used: int
+    reserved: int
+    peak: int
+    records: int
+    files: int
+    written: int
+    read: int
+    failures: int
+    state: State
+    direct: bool

@@ -1,0 +1,299 @@
+"""The disk tier: takes records from memory and gives them back, within the bytes that it was given."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ..allocators import round_up
+from ..errors import Closed, TierFull
+from ..sizes import format_bytes
+from .checksums import checksum_by_name
+from .direct_io import direct_io_works
+from .disk_record import Counts, DiskStats, Record
+from .file_pool import FilePool
+from .files import Files, OsFiles
+from .folder import SpillFolder
+from .folder_files import SpillFile
+from .io_queue import IoQueue, Job
+from .record import ALIGNMENT, Entry, Header, Layout
+from .record_io import Moved, Piece, RecordIo, Stored
+from .write_gate import WriteGate
+
+SMALLEST_RECORD = 2 * ALIGNMENT
+
+_log = logging.getLogger("tiered_mem.spill")
+
+
+class DiskTier:
+    """Records in the files of a private folder below `spill_dir`.
+
+    What is begun goes on by itself, on `workers` threads, reads before writes. Only `close` waits for the drive.
+    Every method may be called from any thread. A forked child has no part in it: its calls raise Closed or do
+    nothing.
+
+    A read gives what was written, or its job has an error. A failed write costs nothing but time, as long as the
+    memory is kept until its job is done without one: writing then pauses for 1 s, twice as long each time, up to
+    60 s.
+
+    capacity: the bytes that all files together may take; None is half of what is free.
+    write_budget: the bytes that may be written in all, as drives wear out.
+    checksum: "xxh3_64", "crc32", "none", or None for the fastest there is.
+    files, clock: for tests.
+
+    Raises SpillDirRefused, ValueError for a capacity that holds no record or that the file system has not got, and
+    what `checksum_by_name` does.
+    """
+
+    def __init__(
+        self,
+        spill_dir: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        write_budget: int | None = None,
+        checksum: str | None = None,
+        workers: int = 2,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if capacity is not None and capacity < SMALLEST_RECORD:
+            raise ValueError(f"capacity is {capacity} bytes; the smallest record takes {SMALLEST_RECORD}")
+        algorithm = checksum_by_name(checksum)
+        files = files or OsFiles()
+        self._run = uuid.uuid4().hex[:12]
+        self._folder = folder = SpillFolder(spill_dir, run=self._run)
+        try:
+            free = folder.free_bytes()
+            if capacity is None:
+                capacity = free // 2
+            if not SMALLEST_RECORD <= capacity <= free:
+                raise ValueError(
+                    f"capacity is {format_bytes(capacity)}, and the file system of {os.fspath(spill_dir)} has "
+                    f"{format_bytes(free)} left; lower spill_bytes, or make room"
+                )
+            self._direct = direct_io_works(folder, files)
+            self._queue = IoQueue(workers, "tiered_mem-disk")
+        except BaseException:
+            folder.close()
+            raise
+        self._files = FilePool(folder, files, capacity=capacity, direct=self._direct)
+        self._io = RecordIo(files, algorithm, direct=self._direct)
+        self._gate = WriteGate(write_budget, clock)
+        self._capacity = capacity
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+        self._counts = Counts()
+        self._end = weakref.finalize(self, _end, self._queue, folder, self._pid)
+
+    def accepts(self, nbytes: int) -> bool:
+        """Whether `write` would begin to write so many bytes now, each piece counted in whole 4096.
+
+        Of hundreds of pieces the header takes more than 4096, and `write` may say no nevertheless.
+        """
+        if not self._is_open():
+            return False
+        with self._lock:
+            refusal = self._refusal(ALIGNMENT + round_up(nbytes))
+        self._tell(refusal)
+        return refusal is None
+
+    def write(self, pieces: Sequence[Piece], *, step: int, kind: str) -> Record:
+        """Begin to write a record. The memory must stay as it is until the record's job is done.
+
+        step, kind: for whoever looks into the file; see `Header`.
+
+        Raises TierFull where `accepts` says no, ValueError for pieces that no record can have, and Closed.
+        """
+        pieces = tuple(pieces)
+        for piece in pieces:
+            _check_address(piece.ptr)
+        entries = tuple(Entry(piece.name, piece.dtype, piece.nbytes) for piece in pieces)
+        number = next(self._numbers)
+        header = Header(self._run, number, number, step, kind, self._io.algorithm, entries)
+        layout = header.layout()
+        self._check_open()
+        with self._lock:
+            self._check_open()
+            refusal = self._refusal(layout.file_bytes)
+            if refusal is None:
+                return self._begin(header, layout, pieces)
+        self._tell(refusal)
+        try:
+            raise refusal
+        finally:
+            del refusal  # or it and this frame would keep each other alive, and with them the caller's
+
+    def read(self, record: Record, wanted: Sequence[tuple[int, int]]) -> Job:
+        """Begin to read pieces of a record that is written: the index of each, and the address that it goes to.
+
+        The memory must be left to the operation until the job is done, up to the next multiple of 4096 behind each
+        piece. What is in it is undefined if the job ends with an error: CorruptRecord where the file does not hold
+        what was written, or OSError.
+
+        Raises ValueError for a record that is not written or was released, an index that it has not got, or an
+        address that is no multiple of 4096, and Closed.
+        """
+        wanted = tuple(wanted)
+        self._check_open()
+        with self._lock:
+            self._check_open()
+            if record.released or record.stored is None or record.file is None:
+                why = "was released" if record.released else "has not been written: look at its job"
+                raise ValueError(f"record {record.number} {why}")
+            count = len(record.stored.header.entries)
+            for index, ptr in wanted:
+                _check_address(ptr)
+                if not 0 <= index < count:
+                    raise ValueError(f"record {record.number} has {count} pieces, and none of index {index}")
+            record.operations += 1
+            work = partial(self._read, record, record.file, record.stored, wanted)
+            return self._queue.submit(work, urgent=True)
+
+    def release(self, record: Record) -> None:
+        """Give up a record. Its file is used again when nothing that has begun needs it. Again does nothing.
+
+        A write that has not begun does not happen, and its job is done at once. One that has begun goes on reading
+        the memory until its job is done.
+        """
+        if not self._is_open():
+            return
+        with self._lock:
+            if record.released:
+                return
+            record.released = True
+            self._counts.remove(record)
+            if self._queue.cancel(record.job):
+                self._gate.cancel(record.cost)
+                self._files.cancel(record.claim)
+            else:
+                self._recycle(record)
+
+    def stats(self) -> DiskStats:
+        """Return the counters of this moment."""
+        with self._lock:
+            return DiskStats(
+                capacity=self._capacity,
+                used=self._counts.used,
+                reserved=self._files.reserved,
+                peak=self._counts.peak,
+                records=self._counts.records,
+                files=self._files.count,
+                written=self._gate.written,
+                read=self._counts.read,
+                failures=self._counts.failures,
+                state=self._gate.state,
+                direct=self._direct,
+            )
+
+    def close(self) -> None:
+        """End the threads and remove the folder, after the reads and the writes that are under way.
+
+        Writes that have not begun do not happen. Closing again does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+        _end(self._queue, self._folder, self._pid)
+        self._end.detach()
+
+    def _begin(self, header: Header, layout: Layout, pieces: Sequence[Piece]) -> Record:
+        record = Record(header.number, layout.file_bytes, self._files.claim(layout.file_bytes))
+        self._counts.add(record)
+        attempt = self._gate.begin(record.cost)
+        work = partial(self._write, record, header, layout, pieces, attempt)
+        record.job = self._queue.submit(work, urgent=False)
+        return record
+
+    def _write(self, record: Record, header: Header, layout: Layout, pieces: Sequence[Piece], attempt: int) -> None:
+        moved = Moved()
+        try:
+            with self._files.writing(record.claim) as opened:
+                stored = self._io.write(opened.fd, header, layout, pieces, reused=opened.reused, moved=moved)
+        except BaseException as error:
+            with self._lock:
+                news = self._gate.failed(attempt, record.cost, moved.nbytes, error)
+                self._counts.failures += 1
+                self._counts.remove(record)
+                self._files.cancel(record.claim)
+            if news:
+                _log.warning(
+                    "writing to %s failed: %s. What is not there stays in memory. Writing is tried again from time "
+                    "to time; the next word of it comes when it works",
+                    *(self._folder.path, error),
+                )
+            raise
+        with self._lock:
+            news = self._gate.succeeded(attempt, record.cost, moved.nbytes)
+            record.file, record.stored = opened.file, stored
+            self._operation_ended(record)
+        if news:
+            _log.warning("writing to %s works again", self._folder.path)
+
+    def _read(self, record: Record, file: SpillFile, stored: Stored, wanted: Sequence[tuple[int, int]]) -> None:
+        moved = Moved()
+        sound = False
+        try:
+            with self._files.reading(file) as fd:
+                self._io.read(fd, stored, wanted, self._files.path(file), moved)
+            sound = True
+        finally:
+            with self._lock:
+                self._counts.read += moved.nbytes
+                self._counts.failures += not sound
+                record.sound = record.sound and sound
+                self._operation_ended(record)
+
+    def _operation_ended(self, record: Record) -> None:
+        record.operations -= 1
+        self._recycle(record)
+
+    def _recycle(self, record: Record) -> None:
+        """Gives the file of a released record back, once nothing needs it."""
+        if record.released and record.operations == 0 and record.file is not None:
+            self._files.give_back(record.file, sound=record.sound)
+            record.file = None
+
+    def _refusal(self, file_bytes: int) -> TierFull | None:
+        """Why a write of so much may not begin now."""
+        available = self._files.available
+        advice = self._gate.refusal(file_bytes + ALIGNMENT)
+        if advice is None and file_bytes > available:
+            advice = "raise spill_bytes, or offload less"
+        return None if advice is None else self._files.full(file_bytes, available, advice)
+
+    def _tell(self, refusal: TierFull | None) -> None:
+        if refusal is None:
+            return
+        with self._lock:
+            news = self._gate.budget_news()
+        if news:
+            _log.warning("what should go to %s stays in memory from now on: %s", self._folder.path, refusal)
+
+    def _is_open(self) -> bool:
+        return not self._closed and os.getpid() == self._pid
+
+    def _check_open(self) -> None:
+        if not self._is_open():
+            raise Closed(f"the disk tier in {self._folder.path} is closed, or that of the process that forked this")
+
+
+def _end(queue: IoQueue, folder: SpillFolder, pid: int) -> None:
+    # The threads are the parent's, and a lock in a child may be held by one of them for ever.
+    if os.getpid() == pid:
+        queue.close()
+        folder.close()
+
+
+def _check_address(ptr: int) -> None:
+    if ptr % ALIGNMENT:
+        raise ValueError(f"{ptr:#x} is no multiple of {ALIGNMENT}")

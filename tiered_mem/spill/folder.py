@@ -1,0 +1,210 @@
+"""A process's private folder for its spill files, and how those of dead processes are found and removed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import Closed, SpillDirRefused
+from ..sizes import format_bytes
+from .home import Home
+from .run_folder import OWNER, RunFolder
+
+_ATTEMPTS = 100
+
+_log = logging.getLogger("tiered_mem.spill")
+
+
+class SpillFolder:
+    """A folder below the user's spill_dir that only this process uses.
+
+    It is <spill_dir>/tiered_mem-<uid>/<run>-<pid>-<random>/, and no other user may enter it. The file `owner` in it
+    says whose it is. The process keeps that file locked, and the kernel drops the lock when the process ends,
+    however it ends. So whoever starts next can tell this user's dead processes, and removes their folders first.
+
+    The folder is removed by `close`, when nothing refers to it any more, or at exit. A forked child has no part
+    in it: there, its methods raise `Closed`, it is not removed, and the child does not keep it alive. Only a child
+    that was forked behind Python's back, and runs no other program, keeps it from being swept while it lives.
+
+    spill_dir: a directory on a local drive; it must exist, and be no link.
+    run: up to 100 letters, digits, "_", "-" and ".", not beginning with one of the last two.
+    Raises SpillDirRefused, and ValueError for such a run.
+    """
+
+    def __init__(self, spill_dir: str | os.PathLike[str], *, run: str) -> None:
+        if not re.fullmatch(r"\w[\w.-]{0,99}", run, re.ASCII):
+            raise ValueError(
+                f"run: up to 100 letters, digits, '_', '-' and '.', begun by none of '-.', not {run!r}"
+            )
+        self.run = run
+        self._folder = _made(spill_dir, run)
+        self.path = self._folder.path
+        self._end = weakref.finalize(self, _remove, self._folder, os.getpid())
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _leave_to_the_parent(this()))
+        self._warn()
+
+    def create(self, name: str, flags: int = 0) -> int:
+        """A new file, opened for reading and writing, with flags added such as os.O_DIRECT. Raises OSError."""
+        return self._open(name, os.O_CREAT | os.O_EXCL | flags)
+
+    def open(self, name: str, flags: int = 0) -> int:
+        """A file that is there, opened as `create` does. Raises OSError, for a link too."""
+        return self._open(name, flags)
+
+    def remove(self, name: str) -> None:
+        """Remove a file. Raises OSError."""
+        os.unlink(_checked(name), dir_fd=self._fd())
+
+    def free_bytes(self) -> int:
+        """What the file system has left for this user, in bytes. Quotas may leave less."""
+        found = os.fstatvfs(self._fd())
+        return found.f_bavail * found.f_frsize
+
+    def close(self) -> None:
+        """Remove the folder and its files; what cannot be removed is logged. May be called again.
+
+        What somebody else has put there stays: folders, and other users' files. A link is removed, not followed.
+        """
+        self._end()
+
+    def _open(self, name: str, flags: int) -> int:
+        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(_checked(name), flags, 0o600, dir_fd=self._fd())
+
+    def _fd(self) -> int:
+        if not self._end.alive:
+            raise Closed(f"the spill folder {self.path} is closed, or is that of the process that forked this one")
+        return self._folder.fd
+
+    def _warn(self) -> None:
+        found = self._folder.home.filesystem
+        if found.in_memory:
+            _log.warning(
+                "%s lies on %s, which is memory: what is spilled there still takes up RAM. Choose a spill_dir on a "
+                "local drive",
+                *(self.path, found.name),
+            )
+        if found.network:
+            _log.warning(
+                "%s lies on %s, which is no local file system: it may be slow, and if this machine does not start "
+                "again, nobody removes what it leaves. Choose a spill_dir on a local drive",
+                *(self.path, found.name),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A folder of this user's, as it was found.
+
+    alive: whether its process is, as far as can be told: on a network file system, other machines' are taken to be.
+    nbytes: the sizes of its files together, without the owner file. files: their number.
+    """
+
+    path: Path
+    run: str
+    pid: int
+    alive: bool
+    nbytes: int
+    files: int
+
+
+def owners(spill_dir: str | os.PathLike[str]) -> list[Owned]:
+    """All folders of this user's below spill_dir. Raises SpillDirRefused."""
+    found: list[Owned] = []
+    with contextlib.suppress(FileNotFoundError), Home(spill_dir) as home:
+        for name in home.names():
+            if (folder := home.open(name)) is not None:
+                with folder:
+                    alive = not folder.going and (folder.elsewhere() or not folder.lock(fcntl.LOCK_SH))
+                    if folder.is_there():
+                        found.append(_owned(folder, alive))
+    return found
+
+
+def sweep(spill_dir: str | os.PathLike[str]) -> list[Owned]:
+    """Remove the folders of this user's dead processes, and return what they were. Raises SpillDirRefused."""
+    swept: list[Owned] = []
+    with contextlib.suppress(FileNotFoundError), Home(spill_dir) as home:
+        swept += _sweep(home)
+        home.remove_if_empty()
+    return swept
+
+
+def _made(spill_dir: str | os.PathLike[str], run: str) -> RunFolder:
+    """A new folder, after a sweep. Its home stays open."""
+    for _ in range(_ATTEMPTS):
+        try:
+            home = Home(spill_dir, make=True)
+            try:
+                _sweep(home)
+                return home.make(run)
+            except BaseException:
+                home.remove_if_empty()
+                home.close()
+                raise
+        except (
+            FileNotFoundError
+        ):  # another process has swept the folder, or removed the home, before this had a lock
+            continue
+        except SpillDirRefused:
+            raise
+        except OSError as error:
+            raise SpillDirRefused(
+                f"no folder can be made in {os.fspath(spill_dir)}: {error.strerror}. spill_dir must be on a drive "
+                "that has room, and this user must be allowed to write there"
+            ) from error
+    raise SpillDirRefused(f"in {os.fspath(spill_dir)}, {_ATTEMPTS} new folders vanished one after another")
+
+
+def _sweep(home: Home) -> list[Owned]:
+    swept = []
+    # What others are removing just now comes last, and is waited for: its room will be free in a moment.
+    for going in (False, True):
+        for name in home.names(going=going):
+            folder = home.open(name)
+            if folder is None:
+                home.remove_unowned(name)
+                continue
+            with folder:
+                if not folder.elsewhere() and folder.lock(fcntl.LOCK_EX, wait=going):
+                    found = _owned(folder, alive=False)
+                    if folder.remove():
+                        swept.append(found)
+    for each in swept:
+        _log.info(
+            "swept %s: process %d is dead, and left %d files of %s",
+            *(each.path, each.pid, each.files, format_bytes(each.nbytes)),
+        )
+    return swept
+
+
+def _owned(folder: RunFolder, alive: bool) -> Owned:
+    sizes = folder.sizes()
+    return Owned(folder.path, folder.run, folder.pid, alive, sum(sizes), len(sizes))
+
+
+def _remove(folder: RunFolder, pid: int) -> None:
+    if os.getpid() == pid:
+        folder.remove()
+        folder.home.remove_if_empty()
+        folder.home.close()
+
+
+def _leave_to_the_parent(folder: SpillFolder | None) -> None:
+    """In a forked child: close what it has inherited, since a lock lasts until all copies are closed."""
+    if folder is not None and folder._end.detach() is not None:
+        folder._folder.close()
+        folder._folder.home.close()
+
+
+def _checked(name: str) -> str:
+    if name in ("", ".", "..", OWNER) or "/" in name:
+        raise ValueError(f"{name!r} is no name for a spill file")
+    return name

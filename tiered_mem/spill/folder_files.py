@@ -1,0 +1,118 @@
+"""Opens and removes the files of one spill folder, and tells whether each is still the one it was."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import CorruptRecord
+from .files import Files
+from .folder import SpillFolder
+
+# What opening says where there is no file, or something that is none; EINVAL of a pipe, with direct I/O.
+_TAKEN_AWAY = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL)
+
+
+class FolderFiles:
+    """The files of a folder by their names. Everything here waits for the drive, and raises OSError.
+
+    direct: open them for direct I/O.
+    """
+
+    def __init__(self, folder: SpillFolder, files: Files, *, direct: bool) -> None:
+        self._folder = folder
+        self._files = files
+        self._direct = direct
+
+    def create(self, name: str) -> OpenFile:
+        """Make an empty file."""
+        return OpenFile(SpillFile(name), self._files.create(self._folder, name, self._direct), reused=False)
+
+    def open(self, file: SpillFile, *, write: bool) -> OpenFile:
+        """Open a file that was finished. Raises CorruptRecord where it is gone, or is another one now."""
+        try:
+            fd = self._files.open(self._folder, file.name, self._direct, write=write)
+        except OSError as error:
+            if error.errno not in _TAKEN_AWAY:
+                raise
+            found = error.strerror
+            raise CorruptRecord(self.path(file), "the file", expected=file.identity, found=found) from error
+        opened = OpenFile(file, fd, reused=True)
+        try:
+            identity = self._identity(opened)
+            if identity != file.identity:
+                raise CorruptRecord(self.path(file), "another file", expected=file.identity, found=identity)
+        except BaseException:
+            self.abandon(opened)
+            raise
+        return opened
+
+    def allocate(self, opened: OpenFile, nbytes: int) -> None:
+        """Make a file longer, with room on the drive. One that fails may have taken some of it."""
+        self._files.allocate(opened.fd, nbytes)
+
+    def truncate(self, opened: OpenFile, nbytes: int) -> None:
+        """Make a file shorter."""
+        self._files.truncate(opened.fd, nbytes)
+
+    def finish(self, opened: OpenFile) -> None:
+        """Close a file in which all is as it shall be."""
+        opened.file.identity = self._identity(opened)
+        self._close(opened)
+
+    def abandon(self, opened: OpenFile) -> None:
+        """Close a file, if it is open, from which nothing more is wanted. Raises nothing."""
+        with contextlib.suppress(OSError):
+            self._close(opened)
+
+    def remove(self, file: SpillFile) -> bool:
+        """Whether the file is gone. Raises nothing."""
+        try:
+            self._files.remove(self._folder, file.name)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def path(self, file: SpillFile) -> str:
+        return str(self._folder.path / file.name)
+
+    def _identity(self, opened: OpenFile) -> Identity:
+        found = self._files.stat(opened.fd)
+        return Identity(found.st_dev, found.st_ino, found.st_uid, found.st_nlink, found.st_size)
+
+    def _close(self, opened: OpenFile) -> None:
+        fd, opened.fd = opened.fd, -1
+        if fd >= 0:
+            self._files.close(fd)
+
+
+@dataclass(slots=True, eq=False)
+class SpillFile:
+    """A file of a spill folder. nbytes: its length, or what it may have at most."""
+
+    name: str
+    nbytes: int = 0
+    identity: Identity | None = None
+
+
+@dataclass(slots=True, eq=False)
+class OpenFile:
+    """fd: below 0 once it is closed. reused: something else may be in it still."""
+
+    file: SpillFile
+    fd: int
+    reused: bool
+
+
+class Identity(NamedTuple):
+    """What tells a file from any other, and from itself after its length was changed."""
+
+    device: int
+    inode: int
+    owner: int
+    links: int
+    nbytes: int

@@ -1,0 +1,130 @@
+"""The threads that do the disk tier's I/O."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+
+class IoQueue:
+    """Runs jobs on `workers` threads of its own: the urgent ones first, else in the order in which they came."""
+
+    def __init__(self, workers: int, name: str) -> None:
+        if workers < 1:
+            raise ValueError(f"workers is {workers}, there must be at least 1")
+        self._urgent: deque[Job] = deque()
+        self._later: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(workers):
+                thread = threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, run: Callable[[], None], *, urgent: bool) -> Job:
+        """Have `run` called by one of the threads. Raises RuntimeError once closed."""
+        job = Job(run)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the queue is closed")
+            (self._urgent if urgent else self._later).append(job)
+            self._changed.notify()
+        return job
+
+    def cancel(self, job: Job) -> bool:
+        """Take back a job that is not urgent and has not begun; False if it has. Its error is a CancelledError."""
+        with self._changed:
+            if job not in self._later:
+                return False
+            self._later.remove(job)
+        job._end(CancelledError("it was given up before it began"))
+        return True
+
+    def close(self) -> None:
+        """End the threads once every urgent job, and what they are at, is done. The other jobs are cancelled."""
+        with self._changed:
+            self._closed = True
+            cancelled = list(self._later)
+            self._later.clear()
+            self._changed.notify_all()
+        for job in cancelled:
+            job._end(CancelledError("the disk tier was closed before it began"))
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # where the last that holds the tier is a job of its own
+                thread.join()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            error = _error_of(job._begin())
+            _clear(error)
+            job._end(error)
+            del job, error  # not to be kept alive until the next one comes
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            while not self._urgent and not self._later:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            return (self._urgent or self._later).popleft()
+
+
+class Job:
+    """An operation on the drive, which goes on by itself."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._finished = threading.Event()
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Does not wait."""
+        return self._finished.is_set()
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong. None while it is under way, and after success."""
+        return self._error
+
+    def wait(self) -> None:
+        """Return when it has ended. Does not raise what went wrong: look at `error`."""
+        self._finished.wait()
+
+    def _begin(self) -> Callable[[], None]:
+        run, self._run = self._run, _nothing
+        return run
+
+    def _end(self, error: Exception | None) -> None:
+        self._run = _nothing
+        self._error = error
+        self._finished.set()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _error_of(run: Callable[[], None]) -> Exception | None:
+    try:
+        run()
+    except Exception as error:
+        return error
+    except BaseException as error:
+        return RuntimeError(f"ended by {error!r}")
+    return None
+
+
+def _clear(error: BaseException | None) -> None:
+    """Empties the frames of an error. They hold the job that is to hold it: only the collector could free both."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

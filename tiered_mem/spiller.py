@@ -1,0 +1,314 @@
+"""Blocks on their way between host memory and the disk."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from .block import Block, Place, groups
+from .device import Event
+from .errors import TierFull
+from .spill.disk_record import Record
+from .spill.disk_tier import DiskTier
+from .spill.io_queue import Job
+from .spill.record_io import Piece
+from .stats import Counters
+from .tiers import HostSlot, HostTier, Lease
+
+
+class Spiller:
+    """Writes blocks from their host slots to records, and reads them back into new ones.
+
+    Neither waits: what has ended is noticed by `collect`, which whoever has the manager's lock calls from time to
+    time. A slot is free when the file is complete. A block that is wanted back before that keeps its slot, and the
+    file is then given up. What is on disk stays there until the block is on the device again, so that a block that
+    was read too early is dropped from the host without being written once more.
+
+    disk: belongs to whoever made it.
+    step: is written into the records, for people.
+    """
+
+    def __init__(self, host: HostTier, disk: DiskTier, counters: Counters) -> None:
+        self._host = host
+        self._disk = disk
+        self._counters = counters
+        self.step = 0
+        self._filling: deque[Write] = deque()  # waits for copies to the host
+        self._writing: list[Write] = []
+        self._reading: list[Read] = []
+        self._later: dict[Block, None] = {}
+        self._unreadable: set[Block] = set()
+        self._clean: dict[Block, None] = {}  # on the host, and on disk still
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._filling or self._writing or self._reading)
+
+    @property
+    def going_down(self) -> int:
+        """The host memory in bytes that will be free when all writes have ended."""
+        return sum(write.nbytes for writes in (self._filling, self._writing) for write in writes)
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the disk takes anything at all now."""
+        return self._disk.accepts(1)
+
+    def spill(self, blocks: Sequence[Block]) -> None:
+        """Begins to write those of the blocks that are in host slots. The others are kept in mind for later."""
+        going = []
+        for block in blocks:
+            if block.move is not None or (block.host is None and block.place is not Place.DEVICE):
+                continue
+            if block.host is None or not self._disk.accepts(block.nbytes):
+                self._later[block] = None
+            elif block.stored is not None:
+                self._leave_host(block)
+            else:
+                self._later.pop(block, None)
+                going.append(block)
+        for group in groups(going):
+            members = [Member(block, slot, self._host.hold(slot)) for block in group if (slot := block.host)]
+            tickets = dict.fromkeys(block.ticket for block in group if block.ticket is not None)
+            write = Write(members, sum(block.nbytes for block in group), [ticket.event for ticket in tickets])
+            for block in group:
+                block.move = write
+            self._filling.append(write)
+        self._begin_writes()
+
+    def spill_later(self, nbytes: int) -> None:
+        """Begins with blocks that were not on the host then, or that the disk had no room for or failed to write.
+
+        nbytes: how much is to go down.
+        """
+        again = []
+        for block in self._later:
+            if nbytes <= 0:
+                break
+            if block.host is not None:
+                again.append(block)
+                nbytes -= block.nbytes
+        self.spill(again)
+
+    def fetch(self, blocks: Sequence[Block], more_room: Callable[[int], bool] | None = None) -> None:
+        """Begins to read those of the blocks that are on disk. Raises TierFull where the host has no room."""
+        resting = [block for block in blocks if block.place is Place.DISK and block.move is None]
+        for _, group in groupby(resting, key=lambda block: id(block.stored and block.stored.shared)):
+            together = list(group)
+            self._read(together, self._host.reserve(_sizes(together), more_room=more_room))
+
+    def fetch_anyhow(self, block: Block, more_room: Callable[[int], bool]) -> None:
+        """Begins to read a block that is needed now: if there is no other way, into memory beyond the limit."""
+        try:
+            self.fetch([block], more_room)
+        except TierFull:
+            self._counters.overflowed += 1
+            self._read([block], self._host.overflow(_sizes([block])))
+
+    def drop_clean(self, nbytes: int) -> bool:
+        """Takes blocks from the host that were read early, the last one first, until so many bytes are free.
+
+        Whether there were any.
+        """
+        found = False
+        while self._clean and nbytes > 0:
+            block, _ = self._clean.popitem()
+            nbytes -= block.nbytes
+            self._leave_host(block)
+            found = True
+        return found
+
+    def readable(self, block: Block) -> bool:
+        """Whether no read of the block has failed."""
+        return block not in self._unreadable
+
+    def forget(self, block: Block) -> None:
+        """The block needs neither the disk nor what is under way there any more."""
+        block.move = None
+        self._later.pop(block, None)
+        self._unreadable.discard(block)
+        self._clean.pop(block, None)
+        if block.stored is not None:
+            self._give_up(block.stored.shared)
+            block.stored = None
+
+    def collect(self) -> bool:
+        """Takes note of what has ended, and begins what can begin now. Whether anything ended."""
+        ended = False
+        for read in [read for read in self._reading if read.job.done]:
+            self._reading.remove(read)
+            self._end_read(read)
+            ended = True
+        for write in [write for write in self._writing if write.record is None or write.record.job.done]:
+            self._writing.remove(write)
+            self._end_write(write)
+            ended = True
+        return self._begin_writes() or ended
+
+    def wait(self) -> bool:
+        """Waits for something to end, first for what will free host memory. False if nothing is under way."""
+        if self._writing and (record := self._writing[0].record) is not None:
+            record.job.wait()
+        elif self._filling:
+            for copy in self._filling[0].copies:
+                copy.synchronize()
+        elif self._reading:
+            self._reading[0].job.wait()
+        else:
+            return False
+        self.collect()
+        return True
+
+    def drain(self) -> None:
+        """Waits until nothing is under way."""
+        while self.wait():
+            pass
+
+    def _begin_writes(self) -> bool:
+        """Writes what has arrived on the host. Whether anything ended without being written."""
+        ended = False
+        while self._filling and all(copy.query() for copy in self._filling[0].copies):
+            write = self._filling.popleft()
+            staying = [member for member in write.members if member.block.move is not write]
+            write.members = [member for member in write.members if member.block.move is write]
+            for member in staying:
+                self._host.let_go(member.lease)
+                ended = True
+            if not write.members:
+                continue
+            pieces = [
+                Piece(f"block.{block.key}", slot.tensor.data_ptr(), slot.tensor.nbytes, _name(slot.tensor.dtype))
+                for block, slot, _ in write.members
+            ]
+            try:
+                write.record = self._disk.write(pieces, step=self.step, kind="activation")
+            except TierFull:
+                self._end_write(write)
+                ended = True
+            else:
+                self._writing.append(write)
+        return ended
+
+    def _end_write(self, write: Write) -> None:
+        done = write.record is not None and write.record.job.error is None
+        shared = None if write.record is None else Shared(write.record)
+        for index, (block, _, lease) in enumerate(write.members):
+            self._host.let_go(lease)
+            if block.move is not write:
+                continue
+            block.move = None
+            if shared is not None and done:
+                shared.users += 1
+                block.stored = Stored(shared, index)
+                self._counters.spilled.add(block.nbytes)
+                self._leave_host(block)
+            else:
+                self._later[block] = None
+        if shared is not None and shared.users == 0:
+            self._disk.release(shared.record)
+
+    def _read(self, blocks: Sequence[Block], slots: Sequence[HostSlot]) -> None:
+        wanted, members, shared = [], [], None
+        for block, slot in zip(blocks, slots, strict=True):
+            if block.stored is None:
+                raise RuntimeError(f"block {block.key} is not on disk")
+            shared = block.stored.shared
+            wanted.append((block.stored.index, slot.tensor.data_ptr()))
+            members.append(Member(block, slot, self._host.hold(slot)))
+        if shared is None:
+            return
+        # The record stays while it is read, whoever forgets it meanwhile.
+        shared.users += 1
+        read = Read(members, self._disk.read(shared.record, wanted), shared)
+        for block, slot, _ in members:
+            block.host = slot
+            block.move = read
+        self._reading.append(read)
+
+    def _end_read(self, read: Read) -> None:
+        for block, slot, lease in read.members:
+            self._host.let_go(lease)
+            if block.move is not read:
+                continue
+            block.move = None
+            if read.job.error is None:
+                block.place = Place.HOST
+                block.ticket = None
+                self._clean[block] = None
+                self._counters.fetched.add(block.nbytes)
+            else:
+                block.host = None
+                self._host.release(slot, None)
+                self._unreadable.add(block)
+        self._give_up(read.shared)
+
+    def _leave_host(self, block: Block) -> None:
+        """The copy that filled the slot has ended, or the slot was filled from disk: no event needs to pass."""
+        if block.host is not None:
+            self._host.release(block.host, None)
+        block.host = None
+        self._clean.pop(block, None)
+        if block.place is Place.HOST:
+            block.place = Place.DISK
+
+    def _give_up(self, shared: Shared) -> None:
+        shared.users -= 1
+        if shared.users == 0:
+            self._disk.release(shared.record)
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """A record, and how many blocks and reads need it."""
+
+    record: Record
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """Where a block is on disk: in which record, and which piece of it."""
+
+    shared: Shared
+    index: int
+
+
+class Member(NamedTuple):
+    """A block of a file operation, the slot that it is written from or read into, and what keeps that meanwhile."""
+
+    block: Block
+    slot: HostSlot
+    lease: Lease
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """Blocks that go into one record, once the copies to the host have ended that fill their slots."""
+
+    members: list[Member]
+    nbytes: int
+    copies: list[Event]
+    record: Record | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Blocks that come back from one record."""
+
+    members: list[Member]
+    job: Job
+    shared: Shared
+
+
+def _sizes(blocks: Sequence[Block]) -> list[tuple[int, torch.dtype]]:
+    return [(block.nbytes, block.dtype) for block in blocks]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
