@@ -178,3 +178,15 @@ def test_a_tier_that_cannot_be(
     with pytest.raises(error, match=words):
         TieringManager(policy="layer-order", device=device, host_bytes="4MiB", **arguments)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_tier_that_no_block_fits_into(device: str, tmp_path: Path) -> None:
+    with TieringManager(
+        policy="layer-order", device=device, host_bytes="4MiB", spill_dir=tmp_path, spill_bytes="64KiB"
+    ) as manager:
+        model = Training(device).model
+        with pytest.raises(ValueError, match=r"spill_bytes is 64\.0 KiB, .* min_bytes, which is 1\.0 MiB"):
+            manager.offload_context(model.layers)
+        with pytest.raises(ValueError, match="none would fit"):
+            manager.layer_context(2)
+        manager.offload_context(model.layers, min_bytes="32KiB")

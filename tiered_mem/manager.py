@@ -39,7 +39,7 @@ from .policies import (
     policy_by_name,
 )
 from .repeated_blocks import repeated_blocks
-from .sizes import parse_bytes
+from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
 from .spiller import Spiller
 from .stats import Counters, Stats, flatten, summary
@@ -141,14 +141,15 @@ class TieringManager:
             except for a layer's inputs. Of a whole model its repeated blocks are taken.
         min_bytes: smaller tensors stay on the device.
 
-        Raises ValueError where the policy does not suit that many layers, or a model's layers cannot be found.
+        Raises ValueError where the policy does not suit that many layers, a model's layers cannot be found, or the
+        disk tier is too small for any block.
         """
         if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
             modules = repeated_blocks(layers)
         else:
             modules = list(layers)
         self._policy.check(len(modules))
-        movable = Movable(self.device, modules, min_bytes=parse_bytes(min_bytes))
+        movable = Movable(self.device, modules, min_bytes=self._smallest(min_bytes))
         return OffloadContext(self, modules, movable)
 
     def layer_context(
@@ -164,8 +165,17 @@ class TieringManager:
         Raises ValueError where the policy does not suit that many layers.
         """
         self._policy.check(num_layers)
-        movable = Movable(self.device, (), min_bytes=parse_bytes(min_bytes))
+        movable = Movable(self.device, (), min_bytes=self._smallest(min_bytes))
         return LayerContext(LayerSequence(self, movable, num_layers, variable_depth=variable_depth))
+
+    def _smallest(self, min_bytes: int | str) -> int:
+        nbytes = parse_bytes(min_bytes)
+        if self._disk is not None and self._disk.capacity < nbytes:
+            raise ValueError(
+                f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
+                f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
+            )
+        return nbytes
 
     def stats(self) -> Stats:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""

@@ -48,7 +48,7 @@ class FaultyFiles:
     """The system's files with faults.
 
     watch: called after each call that may change the length of a file, whatever came of it. still: whoever holds it
-    sees no length change.
+    sees no length change. most_open: how many files were open at a time.
     """
 
     def __init__(self, *, takes_direct: bool = True) -> None:
@@ -59,6 +59,8 @@ class FaultyFiles:
         self._holds: dict[str, Hold] = {}
         self.calls: list[Call] = []
         self.failed: list[str] = []
+        self.most_open = 0
+        self._open: set[int] = set()
         self.watch: Callable[[], None] = lambda: None
         self.still = threading.RLock()
 
@@ -86,10 +88,12 @@ class FaultyFiles:
         return [call for call in self.calls if call.operation in operations]
 
     def create(self, folder: SpillFolder, name: str, direct: bool) -> int:
-        return self._call("create", lambda: self._files.create(folder, name, self._checked(direct)))
+        return self._opened(self._call("create", lambda: self._files.create(folder, name, self._checked(direct))))
 
     def open(self, folder: SpillFolder, name: str, direct: bool, *, write: bool) -> int:
-        return self._call("open", lambda: self._files.open(folder, name, self._checked(direct), write=write))
+        return self._opened(
+            self._call("open", lambda: self._files.open(folder, name, self._checked(direct), write=write))
+        )
 
     def pread(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
         return self._move("pread", self._files.pread, fd, ptr, nbytes, offset)
@@ -115,10 +119,18 @@ class FaultyFiles:
 
     def close(self, fd: int) -> None:
         # The descriptor of one that fails is gone all the same.
+        with self._lock:
+            self._open.remove(fd)
         self._call("close", lambda: None, lambda: self._files.close(fd))
 
     def remove(self, folder: SpillFolder, name: str) -> None:
         self._call("remove", lambda: self._files.remove(folder, name))
+
+    def _opened(self, fd: int) -> int:
+        with self._lock:
+            self._open.add(fd)
+            self.most_open = max(self.most_open, len(self._open))
+        return fd
 
     def _checked(self, direct: bool) -> bool:
         if direct and not self._takes_direct:

@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 from safetensors import deserialize
 
+import tests.spill.without_torch  # noqa: F401
 from tests.spill.mutations import DAMAGE, FORGERIES, samples
 from tests.spill.records import Sample
 from tiered_mem.errors import CorruptRecord

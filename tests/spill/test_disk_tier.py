@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.spill.disks import BLOCK, MIB, disk_in, io_threads, open_in
-from tests.spill.faulty_files import FaultyFiles
+from tests.spill.faulty_files import NOTHING, FaultyFiles
 from tests.spill.memory import Memory, empty, noise
 from tiered_mem.errors import SpillDirRefused
 from tiered_mem.spill.disk_tier import SMALLEST_RECORD, DiskTier
@@ -218,11 +218,26 @@ def test_without_direct_io_data_is_on_the_drive_and_out_of_the_cache(
     assert [r.getMessage() for r in caplog.records if "takes no direct I/O" in r.getMessage()] != []
 
 
-@pytest.mark.parametrize("operation", ["create", "pwrite", "pread", "remove"])
-def test_a_folder_in_which_nothing_works_is_refused(tmp_path: Path, operation: str) -> None:
+@pytest.mark.parametrize("operation", ["pwrite", "pread"])
+@pytest.mark.parametrize("how", [errno.EIO, NOTHING])
+def test_direct_io_that_does_not_work_is_not_used(tmp_path: Path, operation: str, how: int) -> None:
     files = FaultyFiles()
-    files.fail(operation, times=9)
-    with pytest.raises(SpillDirRefused, match=r"cannot be written and read back: .*Input/output error"):
+    files.fail(operation, how)
+    with disk_in(tmp_path, files=files) as disk:
+        assert not disk.tier.stats().direct
+        assert disk.get(disk.put(noise(BLOCK))) == [noise(BLOCK)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "how"),
+    [(operation, errno.EIO) for operation in ("create", "pwrite", "pread", "remove")]
+    + [("pwrite", NOTHING), ("pread", NOTHING)],
+)
+def test_a_folder_in_which_nothing_works_is_refused(tmp_path: Path, operation: str, how: int) -> None:
+    files = FaultyFiles()
+    files.fail(operation, how, times=9)
+    why = "what comes back is not what was written" if how == NOTHING else "Input/output error"
+    with pytest.raises(SpillDirRefused, match=rf"cannot be written and read back: .*{why}"):
         DiskTier(tmp_path, capacity=MIB, files=files)
     assert list(tmp_path.iterdir()) == []
     assert open_in(tmp_path) == []

@@ -94,6 +94,11 @@ class DiskTier:
         self._counts = Counts()
         self._end = weakref.finalize(self, _end, self._queue, folder, self._pid)
 
+    @property
+    def capacity(self) -> int:
+        """The bytes that all files together may take."""
+        return self._capacity
+
     def accepts(self, nbytes: int) -> bool:
         """Whether `write` would begin to write so many bytes now, each piece counted in whole 4096.
 
@@ -167,8 +172,6 @@ class DiskTier:
         if not self._is_open():
             return
         with self._lock:
-            if record.released:
-                return
             record.released = True
             self._counts.remove(record)
             if self._queue.cancel(record.job):

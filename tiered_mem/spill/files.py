@@ -41,7 +41,10 @@ class Files(Protocol):
         ...
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Make a file at least so long, with room on the drive. One that fails may keep what it got."""
+        """Make a file so long, which is longer than it was, with room on the drive.
+
+        One that fails may keep what it got.
+        """
         ...
 
     def truncate(self, fd: int, nbytes: int) -> None: ...
@@ -92,8 +95,7 @@ class OsFiles:
             # The C library's substitute, which writes single bytes, fails with direct I/O.
             if error.errno not in _NO_FALLOCATE:
                 raise
-            if os.fstat(fd).st_size < nbytes:
-                os.ftruncate(fd, nbytes)
+            os.ftruncate(fd, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
