@@ -1,8 +1,8 @@
 # make demo and make test are what there is to run; each sets up .venv first if that is needed.
 BY_TWO := --numprocesses=2 --dist=loadfile
 # What runs without a device is the same in each schedule.
-DEVICE_TESTS := $(addprefix --ignore=tests/,allocators policies spill test_packaging.py test_layers.py test_host_limit.py \
-                  test_host_budget.py test_sizes.py test_allocator_replay.py)
+DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
+                  test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py)
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -34,6 +34,7 @@ bench: setup
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.link_speed
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_replay
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_speed
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.spill
 
 compiler:
 	@command -v $(CXX) >/dev/null || \

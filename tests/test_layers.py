@@ -14,12 +14,14 @@ from tests.emulator.launch import run
 
 ROOT = Path(__file__).parents[1]
 LEAVES = ("allocators", "policies")
-FOLDERS = ("tiered_mem", "tiered_mem/cpu_offload", "tiered_mem/spill", *LEAVES)
+FOLDERS = ("tiered_mem", "tiered_mem/cli", "tiered_mem/cpu_offload", "tiered_mem/spill", *LEAVES)
 PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 DEPENDENCIES = {"torch", "numpy", "safetensors", "psutil"}
 OPTIONAL = {"xxhash"}
 # What a leaf may import of the rest: users write sizes as text, and one parser reads them.
 BELOW_LEAF = {"policies": {"..sizes"}}
+# Of the command line alone.
+FOR_PEOPLE = {"rich"}
 # What tiered_mem/spill/ may import of the rest: it knows addresses and files, and nothing of torch.
 BELOW_SPILL = {"..allocators", "..errors", "..sizes"}
 
@@ -128,9 +130,10 @@ def test_the_disk_tier_knows_nothing_of_torch() -> None:
         assert not strange, f"{path.relative_to(ROOT)} imports {strange}"
 
 
-def test_nothing_in_tiered_mem_needs_the_drop_in() -> None:
+def test_nothing_in_tiered_mem_needs_the_drop_in_or_the_command_line() -> None:
+    above = (".cpu_offload", ".cli", "tiered_mem.")
     for path in (ROOT / "tiered_mem").glob("*.py"):
-        assert not {name for name in imports(tree_of(path)) if name.startswith((".cpu_offload", "tiered_mem."))}
+        assert not {name for name in imports(tree_of(path)) if name.startswith(above)}
 
 
 def test_every_file_of_tiered_mem_has_its_place() -> None:
@@ -142,6 +145,7 @@ def test_product_code_imports_its_dependencies_only() -> None:
     for path in PRODUCT:
         foreign = {top(name) for name in imports(tree_of(path)) if not name.startswith(".")}
         foreign -= sys.stdlib_module_names | DEPENDENCIES | OPTIONAL
+        foreign -= FOR_PEOPLE if path.parent.name == "cli" else set()
         assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
 
 

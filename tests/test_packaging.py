@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "tiered_mem",
     "tiered_mem.allocators",
+    "tiered_mem.cli",
     "tiered_mem.cpu_offload",
     "tiered_mem.policies",
     "tiered_mem.spill",
@@ -84,6 +85,15 @@ def test_the_wheel_holds_the_packages_and_no_more(built: tuple[Path, Path]) -> N
     }
     assert {f"{package.replace('.', '/')}/__init__.py" for package in PACKAGES} < sources
     assert wheel_files(built[1]) == sources | {"tiered_mem/py.typed"}
+
+
+def test_the_wheel_installs_the_command_line(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
+        assert archive.read(name).decode().split("\n")[:2] == [
+            "[console_scripts]",
+            "tiered-mem = tiered_mem.cli:main",
+        ]
 
 
 def test_a_wheel_made_of_the_sdist_is_the_same(built: tuple[Path, Path], tmp_path: Path) -> None:

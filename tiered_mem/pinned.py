@@ -57,7 +57,12 @@ def check_pin(pin: bool | str) -> None:
 
 
 def pool_for(device: Device, capacity: int, pin: bool | str, *, preallocate: bool) -> SlabPool:
-    """A pool of at most `capacity` bytes for copies from and to the device.
+    """The pool of `chosen_pool`."""
+    return chosen_pool(device, capacity, pin, preallocate=preallocate)[1]
+
+
+def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: bool) -> tuple[str, SlabPool]:
+    """A pool of at most `capacity` bytes for copies from and to the device, and the name of its source.
 
     pin: True is memory that torch recognises as pinned; "try" is the same, and plain pages where there is none,
         with a warning; False is plain pages; the name of a source is that source, whatever torch makes of it.
@@ -67,12 +72,12 @@ def pool_for(device: Device, capacity: int, pin: bool | str, *, preallocate: boo
     """
     node = device.numa_node()
     if pin is False or device.kind == "cpu":
-        return _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
+        return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
     names = _TRIED[device.kind] if pin is True or pin == "try" else (str(pin),)
     reasons = []
     for name in names:
         try:
-            return _filled(_pinned(_SOURCES[name](node), capacity, whatever=name == pin), preallocate)
+            return name, _filled(_pinned(_SOURCES[name](node), capacity, whatever=name == pin), preallocate)
         except (OSError, RuntimeError, OutOfHostMemory) as error:
             _log.info("host memory does not come from %r: %s", name, error)
             reasons.append(f"{name}: {error}")
@@ -83,7 +88,7 @@ def pool_for(device: Device, capacity: int, pin: bool | str, *, preallocate: boo
             "pin=False to run with memory that is not pinned, for which the host waits at each copy"
         )
     _log.warning("host memory is not pinned, and the host waits at each copy: %s", tried)
-    return _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
+    return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
 
 
 def _pool(source: HostMemory, capacity: int) -> SlabPool:

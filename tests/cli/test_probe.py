@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.spill.folders import leave_dead, nothing_new, tree
+from tests.spill.without_torch import ROOT
+from tiered_mem.spill.checksums import checksum_by_name
+from tiered_mem.spill.filesystem import filesystem_of
+
+SHM = Path("/dev/shm")
+NO_LINK = ("--device", "cpu")
+
+
+def test_a_drive_is_measured_and_nothing_stays(command: Command, tmp_path: Path) -> None:
+    with nothing_new(tmp_path):
+        done = command("probe", tmp_path, *NO_LINK, "--bytes", "40MiB", "--json")
+    assert done.status == 0
+    found = json.loads(done.out)
+    assert found["link"] == {"problem": "it was not asked for"}
+    drive = found["drive"]
+    assert (drive["path"], drive["filesystem"]) == (str(tmp_path), filesystem_of(tmp_path).name)
+    assert drive["bytes"] == 40 << 20
+    assert drive["checksum"] == checksum_by_name(None).name
+    assert drive["free_bytes"] > 40 << 20
+    assert min(drive[name] for name in ("write", "read", "checksum_speed")) > 0
+    assert {"in_memory", "network", "direct_io", "alignment"} < set(drive)
+
+
+def test_a_table_says_the_same(command: Command, tmp_path: Path) -> None:
+    done = command("probe", tmp_path, *NO_LINK, "--bytes", "10KB")
+    names = [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")]
+    assert names == ["file system", "left", "direct I/O", "write", "read", "checksum"]
+    assert "The link to a device was not measured: it was not asked for." in done.out
+
+
+def test_without_a_directory_it_is_the_temporary_files(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with nothing_new(tmp_path):
+        done = command("probe", *NO_LINK, "--bytes", "10KB", "--json")
+    assert json.loads(done.out)["drive"]["path"] == str(tmp_path)
+
+
+@pytest.mark.skipif(not SHM.is_mount(), reason="there is no /dev/shm")
+def test_memory_is_told_from_a_drive(command: Command) -> None:
+    done = command("probe", SHM, *NO_LINK, "--bytes", "10KB")
+    assert done.status == 0
+    assert "tmpfs, in memory" in done.out
+
+
+def test_more_than_the_drive_has_left_is_refused(command: Command, tmp_path: Path) -> None:
+    with nothing_new(tmp_path):
+        done = command("probe", tmp_path, *NO_LINK, "--bytes", "900TiB")
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("tiered-mem: to write 900.0 TiB takes ")
+    assert done.err.endswith("left; lower --bytes, or make room\n")
+
+
+def test_what_the_dead_have_left_goes_first(command: Command, tmp_path: Path) -> None:
+    """As with every process that spills there."""
+    leave_dead(tmp_path)
+    assert command("probe", tmp_path, *NO_LINK, "--bytes", "10KB").status == 0
+    assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_stays_of_a_probe_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "tiered_mem.cli", "probe", str(tmp_path), *NO_LINK, "--bytes", "2GiB"]
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as probe:
+        while not has_records(tmp_path):
+            assert probe.poll() is None
+        probe.send_signal(number)
+        _, err = probe.communicate(timeout=30)
+    assert (probe.returncode, err) == (128 + number, "")
+    assert tree(tmp_path) == set()
+
+
+def has_records(path: Path) -> bool:
+    time.sleep(0.01)
+    return any(path.glob("*/*/*.safetensors"))

@@ -1,0 +1,7 @@
+"""python -m tiered_mem.cli"""
+
+import sys
+
+from .command_line import main
+
+sys.exit(main())

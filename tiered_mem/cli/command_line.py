@@ -1,0 +1,73 @@
+"""Reads the command line and runs what it asks for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from ..errors import TieredMemError
+from . import clean, inspect, probe
+from .output import plain
+
+_VERBS = {"probe": probe, "inspect": inspect, "clean": clean}
+_REFUSED = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `tiered-mem`, and return its exit status: 0; 1 where something is wrong; 2 for what cannot be done.
+
+    arguments: without the program's name; by default the process's own.
+    """
+    try:
+        with _files_removed_at_the_end():
+            options = _parser().parse_args(arguments)
+            status: int = options.run(options)
+            return status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    # ImportError: of the package for a checksum.
+    except (TieredMemError, OSError, ValueError, ImportError) as error:
+        sys.stderr.write(f"tiered-mem: {plain(' '.join(str(error).split()))}\n")
+        return _REFUSED
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that does not end the process because of its arguments, nor prints its usage unasked."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tiered-mem", description="Looks at what tiered_mem runs on, and at its spill files.")
+    verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
+    for name, verb in _VERBS.items():
+        about = verb.__doc__ or ""
+        one = verbs.add_parser(name, help=about.splitlines()[0], description=about)
+        verb.add_arguments(one)
+        one.set_defaults(run=verb.run)
+    return parser
+
+
+@contextlib.contextmanager
+def _files_removed_at_the_end() -> Iterator[None]:
+    """A request to end is an exception, so that nothing stays behind."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

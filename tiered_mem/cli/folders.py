@@ -1,0 +1,70 @@
+"""What lies in a spill_dir: this user's folders, and whose the others are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import SpillDirRefused
+from ..spill.folder import Owned
+
+_HOME = re.compile(r"tiered_mem-(\d+)", re.ASCII)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """The folder of another user's spill files, which that user alone may enter."""
+
+    path: Path
+    user: str
+
+
+def others(spill_dir: Path) -> list[Other]:
+    """Those of all other users. None where this user may not list the directory."""
+    with contextlib.suppress(PermissionError):
+        found = ((name, _HOME.fullmatch(name)) for name in sorted(os.listdir(spill_dir)))
+        uids = [(name, int(match[1])) for name, match in found if match is not None]
+        return [Other(spill_dir / name, _user(uid)) for name, uid in uids if uid != os.geteuid()]
+    return []
+
+
+def ask(about: Callable[[Path], _T], spill_dir: Path) -> _T:
+    """Calls `owners` or `sweep`. Raises SpillDirRefused, also for what is no spill_dir but lies in one."""
+    match = _HOME.fullmatch(spill_dir.absolute().name)
+    if match is not None and spill_dir.is_dir():
+        raise SpillDirRefused(
+            f"{spill_dir} holds the spill files of user {_user(int(match[1]))}; give the directory above it, "
+            f"{spill_dir.absolute().parent}"
+        )
+    try:
+        return about(spill_dir)
+    except PermissionError as error:
+        raise SpillDirRefused(
+            f"{spill_dir} may not be entered by user {_user(os.geteuid())}; ask its owner, or run this as another"
+        ) from error
+
+
+def described(owned: Owned) -> dict[str, object]:
+    """For JSON."""
+    return {
+        "path": str(owned.path),
+        "run": owned.run,
+        "pid": owned.pid,
+        "alive": owned.alive,
+        "files": owned.files,
+        "bytes": owned.nbytes,
+    }
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{uid} ({pwd.getpwuid(uid).pw_name})"
+    except (KeyError, OverflowError):
+        return f"{uid}"

@@ -1,0 +1,85 @@
+"""Looks at the files of a process that may be writing them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..errors import CorruptRecord
+from ..spill.folder import Owned
+from ..spill.reader import read_header, read_record
+from ..spill.record import Header
+
+State = Literal["whole", "right", "wrong", "unfinished", "changing"]
+
+_OWNER = "owner"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of a spill folder.
+
+    state: "whole" is a record whose data was not compared with a checksum, "right" and "wrong" are one whose data
+    was. "unfinished" is one whose write a dead process did not end. "changing" is a live process's, which was not,
+    or not for long enough, what it has to be: the process may have been writing it. A file with a damaged header,
+    or one that cannot be read, is "wrong" too.
+    header: None where there is none. problem: why it is not whole or right, else "".
+    """
+
+    path: Path
+    nbytes: int
+    state: State
+    header: Header | None = None
+    problem: str = ""
+
+
+def files_of(owned: Owned) -> list[Path]:
+    """All that may be a record. Raises OSError where this user may not list the folder."""
+    try:
+        return sorted(owned.path / name for name in os.listdir(owned.path) if name != _OWNER)
+    except FileNotFoundError:  # its process has ended, or another has swept it
+        return []
+
+
+def look(path: Path, owned: Owned, *, verify: bool) -> Found | None:
+    """What a file is; None where it is gone.
+
+    verify: read all of it, and compare the checksums. Raises ImportError where the package for them is missing.
+    """
+    header = None
+    nbytes = 0
+    try:
+        nbytes = path.lstat().st_size
+        header = read_header(path)
+        if not verify:
+            return Found(path, nbytes, "whole", header)
+        read_record(path)
+        if header.algorithm == "none":
+            return Found(path, nbytes, "whole", header, "it has no checksums")
+        return Found(path, nbytes, "right", header)
+    except FileNotFoundError:
+        return None
+    except CorruptRecord as error:
+        problem = str(error).removeprefix(f"{path}: ")
+        return Found(path, nbytes, _state(path, header, owned, error), header, problem)
+    except OSError as error:
+        return Found(path, nbytes, "wrong", header, error.strerror or str(error))
+
+
+def _state(path: Path, header: Header | None, owned: Owned, error: CorruptRecord) -> State:
+    """Of a file that does not hold what it should.
+
+    A live process zeroes the header before it changes the data, and never writes the same one again. So data that
+    does not fit is wrong, for sure, only where the header is what it was before the data was read.
+    """
+    if not owned.alive:
+        # Just made, or not ended: the reader's word for a header that is zero.
+        return "unfinished" if header is None and error.found in (0, "zeros") else "wrong"
+    if header is None:
+        return "changing"
+    try:
+        return "wrong" if read_header(path) == header else "changing"
+    except OSError:
+        return "changing"
