@@ -20,6 +20,9 @@ from .spill.record_io import Piece
 from .stats import Counters
 from .tiers import HostSlot, HostTier, Lease
 
+# Operations end in about the order in which they were begun, and each look at one costs the training thread time.
+_LOOKED_AT = 8
+
 
 class Spiller:
     """Writes blocks from their host slots to records, and reads them back into new ones.
@@ -66,10 +69,10 @@ class Spiller:
         for block in blocks:
             if block.move is not None or (block.host is None and block.place is not Place.DEVICE):
                 continue
-            if block.host is None or not self._disk.accepts(block.nbytes):
-                self._later[block] = None
-            elif block.stored is not None:
+            if block.host is not None and block.stored is not None:
                 self._leave_host(block)
+            elif block.host is None or not self._disk.accepts(block.nbytes):
+                self._later[block] = None
             else:
                 self._later.pop(block, None)
                 going.append(block)
@@ -141,11 +144,13 @@ class Spiller:
     def collect(self) -> bool:
         """Takes note of what has ended, and begins what can begin now. Whether anything ended."""
         ended = False
-        for read in [read for read in self._reading if read.job.done]:
+        for read in [read for read in self._reading[:_LOOKED_AT] if read.job.done]:
             self._reading.remove(read)
             self._end_read(read)
             ended = True
-        for write in [write for write in self._writing if write.record is None or write.record.job.done]:
+        for write in [
+            write for write in self._writing[:_LOOKED_AT] if write.record is None or write.record.job.done
+        ]:
             self._writing.remove(write)
             self._end_write(write)
             ended = True
