@@ -75,3 +75,14 @@ def test_the_overhead_benchmark(tmp_path: Path) -> None:
     assert result["bytes_copied_per_step"] > 0
     assert result["link_bytes_per_s"] > 0
     assert result["ratio"] > 0
+
+
+@no_detector
+def test_the_spill_benchmark(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    small = ("--bytes", "16MiB", "--record", "4MiB", "--rounds", "1")
+    run("-m", "benchmarks.spill", "--dir", str(tmp_path), *small, "--json", str(figures))
+    result = json.loads(figures.read_text())
+    assert result["disk tier, write, over safetensors"] > 0
+    assert result["disk tier, read, over safetensors"] > 0
+    assert list(tmp_path.iterdir()) == [figures]

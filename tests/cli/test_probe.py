@@ -82,7 +82,9 @@ def test_nothing_stays_of_a_probe_that_is_ended(tmp_path: Path, number: signal.S
             assert probe.poll() is None
         probe.send_signal(number)
         _, err = probe.communicate(timeout=30)
-    assert (probe.returncode, err) == (128 + number, "")
+    # 0 is for one that was through before it heard of the signal.
+    assert probe.returncode in (0, 128 + number)
+    assert err == ""
     assert tree(tmp_path) == set()
 
 

@@ -1,4 +1,4 @@
-"""remove what dead processes have left in a directory
+"""Remove what dead processes have left in a directory.
 
 Removes the folders of this user's dead processes below DIR, as each process that starts to spill there does by
 itself. Those of live processes and of other users stay. The exit status is 1 if a folder could not be removed.

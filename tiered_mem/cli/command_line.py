@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
     for name, verb in _VERBS.items():
         about = verb.__doc__ or ""
-        one = verbs.add_parser(name, help=about.splitlines()[0], description=about)
+        style = argparse.RawDescriptionHelpFormatter
+        one = verbs.add_parser(name, help=about.splitlines()[0], description=about, formatter_class=style)
         verb.add_arguments(one)
         one.set_defaults(run=verb.run)
     return parser

@@ -1,4 +1,4 @@
-"""show whose spill files lie in a directory, and what is in them
+"""Show whose spill files lie in a directory, and what is in them.
 
 Lists the folders of this user's processes below DIR, and the records in each. The exit status is 1 if a record is
 found to be wrong while all are read (--verify). A live process may write a record while it is read here; such a
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from ..sizes import format_bytes
 from ..spill.folder import Owned, owners
@@ -78,7 +79,7 @@ def _records(owned: Owned, verify: bool, advance: Callable[[int], None]) -> Iter
 
 def _show(spill_dir: Path, seen: list[_Seen], foreign: list[Other], screen: Console) -> None:
     if seen:
-        columns = {"folder": False, "run": False, "process": True, "": False, "files": True, "bytes": True}
+        columns = {"folder": False, "run": False, "process": True, "state": False, "files": True, "bytes": True}
         rows = [_row(each.owned) for each in seen]
         screen.print(table(f"{seen[0].owned.path.parent}", columns, rows))
     else:
@@ -86,6 +87,9 @@ def _show(spill_dir: Path, seen: list[_Seen], foreign: list[Other], screen: Cons
     for each in seen:
         if each.records:
             screen.print(_table(each))
+        for found in each.records:
+            if found.problem:
+                screen.print(plain(f"{found.path.name}: {found.problem}"))
         if each.problem:
             screen.print(plain(f"{each.owned.path}: {each.problem}"))
         for state in dict.fromkeys(found.state for found in each.records if found.state in _MEANING):
@@ -99,19 +103,16 @@ def _row(owned: Owned) -> list[object]:
     return [owned.path.name, owned.run, owned.pid, alive, owned.files, format_bytes(owned.nbytes)]
 
 
-def _table(each: _Seen) -> object:
+def _table(each: _Seen) -> Table:
     numbers = ("number", "step", "entries", "bytes", "write")
-    names = ("file", "number", "kind", "step", "entries", "bytes", "write", "", "why")
-    problems = any(found.problem for found in each.records)
-    columns = {name: name in numbers for name in names if name != "why" or problems}
+    names = ("file", "number", "kind", "step", "entries", "bytes", "write", "state")
     rows = []
     for found in each.records:
         header = found.header
         about = ("",) * 4 if header is None else (header.number, header.kind, header.step, len(header.entries))
         write = "" if header is None else header.write
-        row = [found.path.name, *about, format_bytes(found.nbytes), write, found.state, found.problem]
-        rows.append(row[: len(columns)])
-    return table(f"{each.owned.path.name}", columns, rows)
+        rows.append([found.path.name, *about, format_bytes(found.nbytes), write, found.state])
+    return table(each.owned.path.name, {name: name in numbers for name in names}, rows)
 
 
 def _described(each: _Seen) -> dict[str, object]:

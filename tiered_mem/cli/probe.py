@@ -1,4 +1,4 @@
-"""measure the link to the device and a drive to spill to
+"""Measure the link to the device, and a drive to spill to.
 
 Copies between the device, where there is one, and pinned host memory. Then writes and reads records of the disk
 tier in DIR, several times. Nothing stays behind. As every process that starts to spill in DIR, it removes what this
