@@ -5,6 +5,7 @@ Every script leaves the runtime so little memory that one leaked region would be
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from textwrap import dedent
 
@@ -201,4 +202,5 @@ def test_a_copy_that_fails_is_an_error_and_no_hang(tmp_path: Path) -> None:
     told, right, *closed = queued
     assert told == "True"
     assert right == "False"
-    assert all("DeviceFailed: 18 copies of host memory were dropped" in line for line in closed)
+    # How many depends on when the calling thread heard of it.
+    assert all(re.match(r"DeviceFailed: \d+ copies of host memory were dropped", line) for line in closed), closed
