@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 import ascend_emulator
@@ -24,6 +25,7 @@ elif KIND != "npu":
 import torch  # noqa: E402
 
 from tests.models import eventually, is_empty  # noqa: E402
+from tests.spilling import Spilling, Training  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
 from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
 
@@ -50,6 +52,20 @@ def make_manager(device: str) -> Iterator[MakeManager]:
     for manager in managers:
         assert eventually(lambda manager=manager: is_empty(manager)), manager.memory_summary()
         manager.close()
+
+
+@pytest.fixture
+def spilling(device: str, tmp_path: Path) -> Iterator[Spilling]:
+    """Makes managers with a disk tier, in which nothing may be left at the end of the test."""
+    make = Spilling(device, tmp_path)
+    yield make
+    make.check()
+
+
+@pytest.fixture
+def training(device: str) -> Training:
+    """A model, and the gradients that its step must have."""
+    return Training(device)
 
 
 def pytest_collection_finish() -> None:

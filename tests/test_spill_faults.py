@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,18 +24,6 @@ pytestmark = [
     ),
 ]
 WRITES = ("create", "pwrite", "allocate", "truncate", "stat", "close")
-
-
-@pytest.fixture
-def spilling(device: str, tmp_path: Path) -> Iterator[Spilling]:
-    make = Spilling(device, tmp_path)
-    yield make
-    make.check()
-
-
-@pytest.fixture
-def training(device: str) -> Training:
-    return Training(device)
 
 
 @pytest.mark.parametrize(

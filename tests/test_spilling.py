@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,18 +38,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "LRU, no device memory": lambda: LRUPolicy(device_bytes=1),
     "by dictionary": lambda: SynchronizationDictPolicy({0: (True, 1, True, 2), 1: (True, 2, True, 3)}),
 }
-
-
-@pytest.fixture
-def spilling(device: str, tmp_path: Path) -> Iterator[Spilling]:
-    make = Spilling(device, tmp_path)
-    yield make
-    make.check()
-
-
-@pytest.fixture
-def training(device: str) -> Training:
-    return Training(device)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.05])

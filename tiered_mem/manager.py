@@ -123,6 +123,13 @@ class TieringManager:
             self._trace,
             self._spiller,
         )
+        self._do = {
+            Offload: self._store.offload,
+            Release: self._store.release,
+            Reload: self._store.reload_early,
+            Spill: self._store.spill,
+            Fetch: self._store.fetch,
+        }
         self._graphs = itertools.count()
         self._closed = False
         # One lock over bookkeeping and the issuing of copies. A saved tensor may die anywhere, even in the middle
@@ -339,21 +346,14 @@ class TieringManager:
     def _act(self, actions: Sequence[Action]) -> None:
         if not actions:
             return
-        do = {
-            Offload: self._store.offload,
-            Release: self._store.release,
-            Reload: self._store.reload_early,
-            Spill: self._store.spill,
-            Fetch: self._store.fetch,
-        }
         for kind, group in itertools.groupby(actions, type):
             alike = list(group)
-            if kind not in do:
+            if kind not in self._do:
                 raise PolicyError(f"{type(self._policy).__name__} answered {alike[0]!r}, which is not an action")
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             keys = dict.fromkeys(action.key for action in alike)
             blocks = [block for key in keys if (block := self._store.find(key)) is not None]
-            do[kind](blocks)
+            self._do[kind](blocks)
 
 
 def _advise(policy: Policy, nbytes: int) -> Sequence[Action]:
