@@ -14,7 +14,14 @@ from tests.emulator.launch import run
 
 ROOT = Path(__file__).parents[1]
 LEAVES = ("allocators", "policies")
-FOLDERS = ("tiered_mem", "tiered_mem/cli", "tiered_mem/cpu_offload", "tiered_mem/spill", *LEAVES)
+PACKAGES = ("optimizer", "spill")  # of which other files may import anything
+FOLDERS = (
+    "tiered_mem",
+    "tiered_mem/cli",
+    "tiered_mem/cpu_offload",
+    *(f"tiered_mem/{package}" for package in PACKAGES),
+    *LEAVES,
+)
 PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 DEPENDENCIES = {"torch", "numpy", "safetensors", "psutil"}
 OPTIONAL = {"xxhash"}
@@ -34,6 +41,7 @@ ORDER = [
     ["tiers", "movable", "timeline", "torch_memory"],
     ["pinned", "trace"],
     ["transfer", "chosen_tiers"],
+    ["optimizer"],
     ["block"],
     ["stats", "saved_tensor"],
     ["spiller"],
@@ -73,6 +81,13 @@ def imports(tree: ast.Module) -> Iterator[str]:
             yield from ("." * node.level + alias.name for alias in node.names)
 
 
+def own_imports(path: Path) -> set[str]:
+    """The modules of tiered_mem that a file imports when it runs. A file of PACKAGES counts as its package."""
+    own = {name for name in imports(without_typing(tree_of(path))) if name.startswith((".", "tiered_mem"))}
+    packages = {f"{dots}{package}" for dots in (".", "..") for package in PACKAGES}
+    return {next((each for each in packages if name.startswith(f"{each}.")), name) for name in own}
+
+
 def top(module: str) -> str:
     return module.split(".")[0]
 
@@ -109,15 +124,10 @@ def test_tiered_mem_imports_downwards() -> None:
     """An import for typing may point upwards: it is how a file names the type of what is handed to it."""
     below = {f".{leaf}" for leaf in LEAVES}
     for row in ORDER:
-        for name in row if row != ["spill"] else ():
-            path = ROOT / "tiered_mem" / f"{name}.py"
-            own = {
-                module
-                for module in imports(without_typing(tree_of(path)))
-                if module.startswith((".", "tiered_mem"))
-            }
-            own = {".spill" if module.startswith(".spill.") else module for module in own}
-            assert own <= below, f"tiered_mem/{name}.py imports {own - below}, which is not below it"
+        for name in row:
+            if name not in PACKAGES:
+                own = own_imports(ROOT / "tiered_mem" / f"{name}.py")
+                assert own <= below, f"tiered_mem/{name}.py imports {own - below}, which is not below it"
         below |= {f".{name}" for name in row}
 
 
@@ -130,6 +140,16 @@ def test_the_disk_tier_knows_nothing_of_torch() -> None:
         assert not strange, f"{path.relative_to(ROOT)} imports {strange}"
 
 
+def test_the_optimizer_knows_the_tiers_and_nothing_above_them() -> None:
+    rows = ORDER[: ORDER.index(["optimizer"])]
+    below = {f"..{name}" for name in (*(name for row in rows for name in row), *LEAVES)}
+    paths = sorted((ROOT / "tiered_mem" / "optimizer").glob("*.py"))
+    below |= {f".{path.stem}" for path in paths}
+    for path in paths:
+        strange = own_imports(path) - below
+        assert not strange, f"{path.relative_to(ROOT)} imports {strange}, which is not below it"
+
+
 def test_nothing_in_tiered_mem_needs_the_drop_in_or_the_command_line() -> None:
     above = (".cpu_offload", ".cli", "tiered_mem.")
     for path in (ROOT / "tiered_mem").glob("*.py"):
@@ -138,7 +158,7 @@ def test_nothing_in_tiered_mem_needs_the_drop_in_or_the_command_line() -> None:
 
 def test_every_file_of_tiered_mem_has_its_place() -> None:
     files = {path.stem for path in (ROOT / "tiered_mem").glob("*.py")}
-    assert files | {"spill"} == {name for row in ORDER for name in row}, "give a new file its row in ORDER"
+    assert files | set(PACKAGES) == {name for row in ORDER for name in row}, "give a new file its row in ORDER"
 
 
 def test_product_code_imports_its_dependencies_only() -> None:

@@ -19,6 +19,7 @@ PACKAGES = (
     "tiered_mem.allocators",
     "tiered_mem.cli",
     "tiered_mem.cpu_offload",
+    "tiered_mem.optimizer",
     "tiered_mem.policies",
     "tiered_mem.spill",
 )

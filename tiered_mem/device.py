@@ -102,6 +102,13 @@ class Device:
             address = None
         return None if address is None else node_of_pci(address)
 
+    def below_peak(self) -> int:
+        """The bytes of device memory that can be allocated without a new peak. 0 on the cpu, which counts none."""
+        if self._module is None:
+            return 0
+        peak: int = self._module.max_memory_allocated(self._number)
+        return peak - int(self._module.memory_allocated(self._number))
+
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device
 

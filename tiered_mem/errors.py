@@ -73,6 +73,21 @@ def changed_tensor(
     )
 
 
+class InterruptedStep(TieredMemError, RuntimeError):
+    """An optimizer's step ended in the middle: some parameters and states are from after it, others from before.
+
+    stepped: how many buckets were stepped, of how many.
+    """
+
+    def __init__(self, optimizer: str, stepped: int, of: int) -> None:
+        self.stepped, self.of = stepped, of
+        super().__init__(
+            f"a step of {optimizer} ended when {stepped} of {of} buckets had been stepped, and maybe a part of the "
+            "next: its parameters and states are partly from before. Load the model's and the optimizer's state "
+            "from a checkpoint"
+        )
+
+
 class PolicyError(TieredMemError, RuntimeError):
     """A policy answered with something that is not an action."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -22,6 +23,9 @@ from .errors import Closed, PolicyError
 from .host_budget import HostBytes
 from .layer_context import LayerContext, LayerSequence
 from .movable import Movable
+from .optimizer.register import Residency, tiered_optimizer
+from .optimizer.states import States
+from .optimizer.tiered_optimizer import TieredOptimizer
 from .policies import (
     Action,
     Dropped,
@@ -130,6 +134,8 @@ class TieringManager:
             Spill: self._store.spill,
             Fetch: self._store.fetch,
         }
+        self._optimizers: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
+        self._forgotten: deque[States] = deque()  # of optimizers that nobody has any more
         self._graphs = itertools.count()
         self._closed = False
         # One lock over bookkeeping and the issuing of copies. A saved tensor may die anywhere, even in the middle
@@ -175,6 +181,44 @@ class TieringManager:
         movable = Movable(self.device, (), min_bytes=self._smallest(min_bytes))
         return LayerContext(LayerSequence(self, movable, num_layers, variable_depth=variable_depth))
 
+    def register_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        bucket_bytes: int | str = "256MiB",
+        residency: Residency = "host",
+    ) -> TieredOptimizer:
+        """The optimizer to use from now on, in place of the one that is given: its states leave the device.
+
+        optimizer: any that can step some of its parameters at a time, as LBFGS cannot. It may have states already.
+            They are tried out with copies of its smallest parameters, and of one of each shape.
+        bucket_bytes: half of the device memory that states pass through during a step; more where the state of one
+            parameter alone is larger.
+        residency: where the states rest between steps. "host" is pinned host memory. "disk" is the disk tier, by
+            way of a few buckets of host memory. "device-until-offload" is the device, until `offload` is called.
+
+        Raises ValueError for an optimizer that is registered, or cannot be tiered, TierFull where there is no room
+        for all states, and Closed.
+        """
+        if self._closed:
+            raise Closed("the manager is closed: make a new one")
+        self._bury_optimizers()
+        tiered = tiered_optimizer(
+            self,
+            optimizer,
+            self._optimizers,
+            self.device,
+            self._engine,
+            partial(_exclusive, weakref.ref(self)),
+            self._host,
+            self._disk,
+            bucket_bytes=parse_bytes(bucket_bytes),
+            residency=residency,
+        )
+        self._optimizers.add(tiered)
+        weakref.finalize(tiered, self._forgotten.append, tiered.states).atexit = False
+        return tiered
+
     def _smallest(self, min_bytes: int | str) -> int:
         nbytes = parse_bytes(min_bytes)
         if self._disk is not None and self._disk.capacity < nbytes:
@@ -217,6 +261,9 @@ class TieringManager:
         runtime of the device does not take host memory back, its error is raised, and close may be called again.
         Raises DeviceFailed where the device dropped copies after a failure.
         """
+        self._bury_optimizers()
+        for optimizer in list(self._optimizers):
+            optimizer.states.close()
         with _Exclusive(self):
             self._closed = True
             for block in list(self._store.blocks):
@@ -302,6 +349,10 @@ class TieringManager:
         self._let_go.append(block)
         self._bury_let_go()
 
+    def _bury_optimizers(self) -> None:
+        while self._forgotten:
+            self._forgotten.popleft().close()
+
     # Under the lock.
 
     def _go_on(self) -> None:
@@ -367,6 +418,12 @@ def _abandon(engine: TransferEngine, host: HostTier, disk: DiskTier | None) -> N
     if disk is not None:
         disk.close()
     host.abandon()
+
+
+def _exclusive(manager: weakref.ref[TieringManager]) -> contextlib.AbstractContextManager[None]:
+    """For those whom the manager outlives, or who hold it: not a reference that would keep it alive in a cycle."""
+    found = manager()
+    return contextlib.nullcontext() if found is None else _Exclusive(found)
 
 
 class _Exclusive:

@@ -59,6 +59,16 @@ class TransferEngine:
                 tickets += [self._copy("reload", self._to_device, pairs)] * len(group)
         return tickets
 
+    def reload_into(self, moves: Sequence[tuple[HostSlot, DeviceSlot]], after: Iterable[Ticket]) -> Ticket:
+        """Copies to the device, after what the tickets stand for and nothing else.
+
+        It is for memory of which the caller knows who used it last.
+        """
+        for ticket in after:
+            ticket.hold(self._to_device)
+        with self._device.on(self._to_device):
+            return self._copy("reload", self._to_device, [(to.tensor, of.tensor) for of, to in moves])
+
     def _copy(
         self, direction: Direction, stream: Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> Ticket:

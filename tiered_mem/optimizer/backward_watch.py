@@ -1,0 +1,76 @@
+"""Knows when the backward before a step is nearly through."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from torch.utils.hooks import RemovableHandle
+
+from .partial_step import Param
+
+# The share of the parameters that may still be without a gradient.
+_LAST = 0.1
+
+
+class BackwardWatch:
+    """Calls `near_end` when all but the last tenth of the parameters have got their last gradient before a step.
+
+    Which is the last, of however many backwards, it has learned from the step before. Where that was different,
+    `near_end` is called too early or not at all, and the next step is learned from.
+    """
+
+    def __init__(self, near_end: Callable[[], None]) -> None:
+        self._near_end = near_end
+        self._handles: list[RemovableHandle] = []
+        self._order: list[Param] = []
+        self._awaited: tuple[Param, int] | None = None
+        self._count = 0
+        self._called = False
+
+    def step_ends(self, params: Iterable[Param]) -> None:
+        """A step is over. params: those that the next one may have gradients for."""
+        learned, self._order = self._order, []
+        if not self._called:
+            self._awaited = self._choose(learned)
+            self._watch([param for param in params if param.is_leaf and param.requires_grad])
+        self._called = False
+        self._count = 0
+
+    def close(self) -> None:
+        """Watches no more."""
+        self._watch(())
+
+    def _choose(self, order: list[Param]) -> tuple[Param, int] | None:
+        if not order:
+            return None
+        times = Counter(order)
+        chosen = order[-max(1, int(len(times) * _LAST))]
+        return chosen, times[chosen]
+
+    def _watch(self, params: Iterable[Param]) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._awaited is not None:
+            params = [self._awaited[0]]
+        me = weakref.ref(self)
+
+        def gradient_is_there(param: Param) -> None:
+            watch = me()
+            if watch is not None:
+                watch._note(param)
+
+        self._handles = []
+        for param in params:
+            handle = param.register_post_accumulate_grad_hook(gradient_is_there)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def _note(self, param: Param) -> None:
+        if self._awaited is None:
+            self._order.append(param)
+            return
+        self._count += 1  # there are hooks on this one parameter alone
+        if self._count == self._awaited[1]:
+            self._called = True
+            self._near_end()

@@ -1,0 +1,122 @@
+"""How the tensors of a parameter's state lie in the bytes of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..device import Device
+from ..parts import Rebuild, take_apart
+
+# The caching allocators hand out memory at such addresses, and kernels may rely on it.
+_ALIGNMENT = 512
+
+
+class Field(NamedTuple):
+    """One tensor of a state, plain or a wrapper, as a DTensor is.
+
+    key: its name in the state. parts: the plain tensors that it consists of. rebuild: makes a wrapper of them; None
+    for a plain tensor.
+    """
+
+    key: Hashable
+    parts: tuple[Part, ...]
+    rebuild: Rebuild | None
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor over a bucket's bytes, 1-dimensional uint8 of any device."""
+        tensors = [part.of(flat) for part in self.parts]
+        return tensors[0] if self.rebuild is None else self.rebuild(tensors)
+
+
+class Part(NamedTuple):
+    """A plain tensor without gaps; `offset` and `nbytes` are those of its bytes in the bucket."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.offset : self.offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+
+    @property
+    def end(self) -> int:
+        """Where the next part may begin."""
+        return self.offset + _padded(self.nbytes)
+
+
+def fields_of(state: Mapping[Any, Any], device: Device, start: int) -> tuple[Field, ...]:
+    """Where the tensors of a state that can move are to lie, from byte `start` on."""
+    fields = []
+    for key, value in state.items():
+        pieces = movable_parts(value, device)
+        if pieces is None:
+            continue
+        parts = []
+        for piece in pieces.tensors:
+            parts.append(Part(start, piece.nbytes, piece.dtype, piece.shape, piece.stride()))
+            start = parts[-1].end
+        fields.append(Field(key, tuple(parts), pieces.rebuild))
+    return tuple(fields)
+
+
+class Pieces(NamedTuple):
+    """The plain tensors that a tensor consists of, and what makes such a tensor of others."""
+
+    tensors: Sequence[torch.Tensor]
+    rebuild: Rebuild | None
+
+
+def movable_parts(value: object, device: Device) -> Pieces | None:
+    """What a state's value consists of; None for what stays where it is.
+
+    That are values which are no tensors, step counters on the CPU and whatever else is not on the device, empty
+    tensors, sparse ones, and those with gaps or in a format of the device's own.
+    """
+    if not isinstance(value, torch.Tensor):
+        return None
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return Pieces([value.detach()], None) if _moves(value, device) else None
+    apart = take_apart(value)
+    if apart is None:
+        return None
+    parts = [part for part in apart.parts if part is not None]
+    if len(parts) < len(apart.parts) or not parts or not all(_moves(part, device) for part in parts):
+        return None
+    return Pieces(parts, apart.rebuild)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain tensor without gaps, as a 1-dimensional uint8 view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _moves(tensor: torch.Tensor, device: Device) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.nbytes > 0
+        and device.owns(tensor)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and _without_gaps(tensor)
+        and device.plain_layout(tensor)
+    )
+
+
+def _without_gaps(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

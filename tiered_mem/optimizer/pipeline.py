@@ -1,0 +1,213 @@
+"""Brings buckets to the device, has them stepped, and takes them back, all at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence, Set
+
+import torch
+
+from ..device import Device, Stream
+from ..tiers import DeviceSlot, HostSlot
+from ..transfer import Ticket, TransferEngine
+from .bucket import Bucket
+from .partial_step import Param
+from .residence import Residence
+from .ring import Range, Ring
+
+# How many buckets a step is ahead with reads from disk.
+_AHEAD = 3
+
+
+class Pipeline:
+    """The buckets of one optimizer on their way through the device, in one step after the other.
+
+    While one is stepped on the compute stream the next one comes, and the one before leaves, on a stream of its own
+    each. The host waits for none of this. They pass through a window of device memory, a ring, which is there
+    during a step only: it is allocated on the compute stream, which at the end waits for the last copy.
+
+    exclusive: makes a context in which the engine may be called.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        engine: TransferEngine,
+        exclusive: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._device = device
+        self._engine = engine
+        self._exclusive = exclusive
+        self._window: _Window | None = None
+
+    def run(
+        self,
+        buckets: Sequence[Bucket],
+        changing: Mapping[Bucket, Set[Param]],
+        step: Callable[[Bucket], bool],
+        replace: Callable[[Bucket], None],
+        window_bytes: int,
+    ) -> None:
+        """Steps the buckets in order.
+
+        changing: the parameters of each bucket whose states the step needs and changes. step: does it, and says
+        whether the states still fit their bucket. replace: finds another place for those that do not.
+        window_bytes: the device memory for what comes from the residences.
+
+        Raises what `step`, `replace` and the residences raise, and torch.OutOfMemoryError.
+        """
+        try:
+            if self._window is not None:
+                self._window.keep_only(buckets)
+            for index, bucket in enumerate(buckets):
+                self._bring(bucket, changing[bucket], window_bytes)
+                if bucket.runs(changing[bucket]):
+                    raise RuntimeError("a bucket found no place in the window, though all before it have left")
+                following = buckets[index + 1 : index + 1 + _AHEAD]
+                for ahead in following:
+                    if ahead.residence is not None and ahead.runs(changing[ahead]):
+                        ahead.residence.fetch()
+                if following and (after := following[0].residence) is not None and after.ready:
+                    # Some optimizers make the host wait in the middle of a step.
+                    self._bring(following[0], changing[following[0]], window_bytes)
+                self._one(bucket, changing[bucket], step, replace)
+        finally:
+            self.give_up()
+
+    def prefetch(self, bucket: Bucket, window_bytes: int) -> None:
+        """Begins to bring the first bucket of the step to come. Where that would take a wait, only to the host."""
+        if bucket.residence is None or self._window is not None:
+            return
+        if not bucket.residence.ready:
+            bucket.residence.fetch()
+            return
+        self._bring(bucket, set(bucket.params), window_bytes)
+
+    def give_up(self) -> None:
+        """Whatever is still in the window is left as it was when it came, and the window's memory is given back."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.close(self._device.current_stream())
+
+    def _bring(self, bucket: Bucket, params: Set[Param], window_bytes: int) -> None:
+        runs = bucket.runs(params)
+        residence = bucket.residence
+        if not runs or residence is None or (self._window is not None and bucket in self._window):
+            return
+        window = self._window
+        if window is None:
+            window = self._window = _Window(self._device, window_bytes)
+        place = window.place(bucket)
+        if place is None:
+            return  # it would overlap the bucket that is to be stepped first
+        try:
+            host = residence.take(blank=False)
+        except BaseException:
+            place.leave(place.after)
+            raise
+        slot = window.slots[bucket] = _Slot(place, residence, host)
+        moves = [
+            (HostSlot(host.tensor[start:end], host.lease), window.slot(place, start, end)) for start, end in runs
+        ]
+        with self._exclusive():
+            after = place.after if residence.ticket is None else [*place.after, residence.ticket]
+            slot.came = self._engine.reload_into(moves, after)
+        bucket.arrive(params, window.flat[place.start : place.end])
+
+    def _one(
+        self,
+        bucket: Bucket,
+        changing: Set[Param],
+        step: Callable[[Bucket], bool],
+        replace: Callable[[Bucket], None],
+    ) -> None:
+        stream = self._device.current_stream()
+        residence = bucket.residence if changing else None
+        slot = None if self._window is None else self._window.hold(bucket, stream)
+        if residence is None:
+            if not step(bucket):
+                replace(bucket)
+            return
+        # Asked for before anything is changed: there may be no room.
+        host = residence.take(blank=not bucket.away()) if slot is None else slot.host
+        came = None if slot is None else slot.came
+        done = None
+        fits = True
+        try:
+            fits = step(bucket)
+            if fits and (leaving := bucket.leave(host, stream, changing, self._device)).moves:
+                with self._exclusive():
+                    done = self._engine.offload(leaving.moves)
+                if leaving.strangers:
+                    # Their memory is free for the next bucket as soon as they are gone from here.
+                    done.hold(stream)
+        finally:
+            residence.leave(done, came)
+            if not fits:
+                replace(bucket)
+            if slot is not None and self._window is not None:
+                self._window.leave(bucket, Ticket(stream.record_event()) if done is None else done)
+
+
+class _Window:
+    """Device memory that buckets pass through, and those that are in it."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._stream = device.current_stream()
+        self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
+        self._ring: Ring[Ticket] = Ring(nbytes)
+        # Whoever had the memory before may be still at work.
+        self._allocated = Ticket(self._stream.record_event())
+        self.slots: dict[Bucket, _Slot] = {}
+
+    def __contains__(self, bucket: Bucket) -> bool:
+        return bucket in self.slots
+
+    def place(self, bucket: Bucket) -> Range[Ticket] | None:
+        place = self._ring.take(bucket.nbytes)
+        if place is not None:
+            place.after.append(self._allocated)
+        return place
+
+    def slot(self, place: Range[Ticket], start: int, end: int) -> DeviceSlot:
+        return DeviceSlot(self.flat[place.start + start : place.start + end], self._stream)
+
+    def hold(self, bucket: Bucket, stream: Stream) -> _Slot | None:
+        """Makes the stream wait for the bucket. Its place; None if it did not come through the window."""
+        slot = self.slots.get(bucket)
+        if slot is not None and slot.came is not None:
+            slot.came.hold(stream)
+        return slot
+
+    def leave(self, bucket: Bucket, done: Ticket) -> None:
+        self.slots.pop(bucket).place.leave([done])
+
+    def keep_only(self, buckets: Sequence[Bucket]) -> None:
+        """What came for nothing leaves its place."""
+        for bucket in [bucket for bucket in self.slots if bucket not in buckets]:
+            self._abandon(bucket)
+
+    def close(self, stream: Stream) -> None:
+        for bucket in list(self.slots):
+            self._abandon(bucket)
+        for ticket in self._ring.waits():
+            ticket.hold(stream)
+        if stream.stream_id != self._stream.stream_id:
+            # The memory goes back to the stream on which it was allocated.
+            self._stream.wait_event(stream.record_event())
+
+    def _abandon(self, bucket: Bucket) -> None:
+        slot = self.slots.pop(bucket)
+        bucket.forget_flat()
+        slot.residence.leave(None, slot.came)
+        slot.place.leave(slot.place.after if slot.came is None else [slot.came])
+
+
+class _Slot:
+    """A bucket's place in the window, and its bytes on the host. came: the copy between the two."""
+
+    def __init__(self, place: Range[Ticket], residence: Residence, host: HostSlot) -> None:
+        self.place = place
+        self.residence = residence
+        self.host = host
+        self.came: Ticket | None = None
