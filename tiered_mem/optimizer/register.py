@@ -11,8 +11,8 @@ from ..device import Device
 from ..spill.disk_tier import DiskTier
 from ..tiers import HostTier
 from ..transfer import TransferEngine
-from .residences import HostResidences, Residences
 from .residence import Exclusive
+from .residences import HostResidences, Residences
 from .states import States
 from .tiered_optimizer import TieredOptimizer
 

@@ -17,9 +17,9 @@ from ..tiers import DeviceSlot
 from ..transfer import TransferEngine
 from .backward_watch import BackwardWatch
 from .bucket import Bucket, Leaving, pack
-from .residences import Residences
 from .partial_step import Param, PartialStep, State
 from .pipeline import Pipeline
+from .residences import Residences
 from .trial import Trial
 
 _log = logging.getLogger("tiered_mem.optimizer")

@@ -16,9 +16,9 @@ from .states import States
 class TieredOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer that steps another one bucket by bucket, while its states come and go.
 
-    It is made by `TieringManager.register_optimizer`, and is to be used in place of the other. Parameters and states
-    have the same values, bit by bit. Their groups are the same dictionaries, so that schedulers, hooks, closures and
-    gradient scalers work with it.
+    It is made by `TieringManager.register_optimizer`, and is to be used in place of the other. Parameters and
+    states have the same values, bit by bit. The groups are the same dictionaries, so that schedulers, hooks,
+    closures and gradient scalers work with it.
 
     `state` gives copies, in which changes are of no effect; so does `state_dict`, in the format of the other
     optimizer. Neither takes device memory.
@@ -160,7 +160,7 @@ class _Copies(Mapping[Any, Any]):
         return len(self._states.keys())
 
     def __contains__(self, key: object) -> bool:
-        return key in self._states.keys()
+        return key in set(self)
 
 
 _HOOKS = (
