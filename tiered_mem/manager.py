@@ -230,6 +230,7 @@ class TieringManager:
 
     def stats(self) -> Stats:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
+        self._bury_optimizers()
         with _Exclusive(self):
             self._go_on()
             self._host.collect()
@@ -249,6 +250,7 @@ class TieringManager:
 
     def synchronize(self) -> None:
         """Waits on the host for every copy and file operation that was started; takes back the slots they used."""
+        self._bury_optimizers()
         with _Exclusive(self):
             self._engine.synchronize()
             self._store.settle()

@@ -69,7 +69,7 @@ class Bucket:
             (field.parts[0].offset, field.parts[-1].end)
             for param in self.params
             if param in params and param in self.states
-            for field in self.fields[param]
+            for field in self.fields.get(param, ())
             if isinstance(self.states[param].get(field.key), Away)
         )
 

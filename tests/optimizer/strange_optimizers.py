@@ -1,0 +1,149 @@
+"""Optimizers as other packages have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class MasterWeights(Optimizer):
+    """SGD with momentum in float32, for parameters in bfloat16. Its state has a format of its own on disk."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["master"] = param.float()
+                    state["momentum"] = torch.zeros_like(state["master"])
+                state["momentum"].mul_(0.9).add_(param.grad.float())
+                state["master"].sub_(state["momentum"], alpha=group["lr"])
+                param.copy_(state["master"])
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        return {**packed, "format": "master weights"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["format"] != "master weights":
+            raise ValueError("another format")
+        # torch would cast the states to the parameter's type.
+        known = [param for group in self.param_groups for param in group["params"]]
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for number, state in state_dict["state"].items():
+            param = known[number]
+            self.state[param] = {key: value.to(param.device) for key, value in state.items()}
+
+
+class OutOfPlace(Optimizer):
+    """Makes new tensors in each step, and counts steps in its groups and for itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+        self.all_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        self.all_steps += 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    before = self.state[param].get("mean", torch.zeros_like(param))
+                    mean = self.state[param]["mean"] = 0.9 * before + param.grad / group["steps"]
+                    param.sub_(mean, alpha=group["lr"] / self.all_steps)
+        return None
+
+
+class Growing(Optimizer):
+    """Keeps more and more: one more tensor after three steps, and then a larger one."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                mean = state.setdefault("mean", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                if state["step"] > 3:
+                    mean = state.setdefault("slow", torch.zeros_like(param)).mul_(0.99).add_(mean)
+                if state["step"] > 5:
+                    state["history"] = torch.stack([mean] * (state["step"] - 4))
+                    mean = state["history"].sum(0)
+                param.sub_(mean, alpha=group["lr"])
+        return None
+
+
+class Noisy(Optimizer):
+    """Draws random numbers for each parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                    param.sub_(mean + torch.randn_like(param), alpha=group["lr"])
+        return None
+
+
+class GlobalNorm(Optimizer):
+    """Scales by the norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([param.grad.square().sum() for param in params]).sum().sqrt()
+        for param in params:
+            param.sub_(param.grad / norm, alpha=0.1)
+        return None
+
+
+class Estimates(Optimizer):
+    """Keeps an estimate in its group, which comes of all parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "d": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            group["d"] += sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1)
+        return None
+
+
+class Failing(torch.optim.SGD):
+    """Fails when it comes to the parameter that it is told."""
+
+    victim: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if any(param is self.victim for group in self.param_groups for param in group["params"]):
+            raise RuntimeError("out of luck")
+        super().step()
+        return None

@@ -1,0 +1,101 @@
+"""Optimizers that are not torch's: taken as they are, or refused with a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from tests.optimizer.conftest import MakeTiered
+from tests.optimizer.strange_optimizers import Estimates, GlobalNorm, Growing, MasterWeights, Noisy, OutOfPlace
+from tests.optimizer.training import differences, make_params, outcome, train
+from tiered_mem import TieringManager
+
+RESIDENCIES = ("host", "device-until-offload")
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("kind", [MasterWeights, OutOfPlace, Growing, Noisy])
+def test_it_has_the_same_values(
+    kind: Callable[[Sequence[torch.Tensor]], Optimizer], residency: str, device: str, make_tiered: MakeTiered
+) -> None:
+    results = []
+    for tier in (False, True):
+        params = make_params(device, torch.bfloat16)
+        optimizer = make_tiered(kind(params), residency=residency) if tier else kind(params)
+        torch.manual_seed(0)
+        torch.get_device_module(device).manual_seed(0)
+        train(optimizer, params, range(12))
+        results.append(outcome(optimizer, params))
+        kept = optimizer.wrapped if tier else optimizer
+        assert getattr(kept, "all_steps", 12) == 12
+    assert not differences(*results)
+
+
+def test_what_an_optimizer_makes_later_leaves_the_device_too(device: str, make_tiered: MakeTiered) -> None:
+    params = make_params(device)
+    module = torch.get_device_module(device)
+    tiered = make_tiered(Growing(params))
+    train(tiered, params, range(12), missing=False)
+    module.synchronize()
+    held = module.memory_allocated()
+    tiered.state_dict()
+    values = [value for param in params for value in tiered.state[param].values()]
+    assert all(value.is_cpu for value in values if isinstance(value, torch.Tensor))
+    make_tiered.manager.close()
+    assert module.memory_allocated() == held
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, GlobalNorm, Estimates])
+def test_one_that_needs_all_parameters_at_once_is_refused(
+    kind: Callable[[Sequence[torch.Tensor]], Optimizer], device: str
+) -> None:
+    params = make_params(device)
+    before = [param.detach().clone() for param in params]
+    optimizer = kind(params)
+    with TieringManager(policy="lru", device=device, host_bytes="16MiB") as manager:
+        with pytest.raises(ValueError, match=f"{kind.__name__} .*Leave it as it is"):
+            manager.register_optimizer(optimizer)
+        assert manager.stats()["host.slots"] == 0
+    assert all(torch.equal(*pair) for pair in zip(params, before, strict=True))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_options_that_tie_states_to_the_device_are_refused(option: str, device: str) -> None:
+    optimizer = torch.optim.Adam(make_params(device), **{option: True})
+    manager = TieringManager(policy="lru", device=device, host_bytes="16MiB")
+    with manager, pytest.raises(ValueError, match=f"{option}=True cannot be tiered"):
+        manager.register_optimizer(optimizer)
+
+
+def test_an_optimizer_is_registered_once(device: str, make_tiered: MakeTiered) -> None:
+    optimizer = torch.optim.AdamW(make_params(device))
+    tiered = make_tiered(optimizer)
+    for again in (optimizer, tiered):
+        with pytest.raises(ValueError, match="registered already"):
+            make_tiered.manager.register_optimizer(again)
+
+
+def test_what_is_no_optimizer_is_refused(device: str, make_tiered: MakeTiered) -> None:
+    with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer is needed, and this is a list"):
+        make_tiered([])  # type: ignore[arg-type]
+
+
+def test_residencies_have_names(device: str, make_tiered: MakeTiered) -> None:
+    with pytest.raises(ValueError, match="residency is 'moon'; there are 'host', 'disk', 'device-until-offload'"):
+        make_tiered(torch.optim.AdamW(make_params(device)), residency="moon")
+
+
+def test_the_trial_draws_no_random_numbers(device: str, make_tiered: MakeTiered) -> None:
+    module = torch.get_device_module(device)
+    torch.manual_seed(1)
+    module.manual_seed(1)
+    expected = torch.rand(4), torch.rand(4, device=device).cpu()
+    torch.manual_seed(1)
+    module.manual_seed(1)
+    make_tiered(Noisy(make_params(device)))
+    assert torch.equal(torch.rand(4), expected[0])
+    assert torch.equal(torch.rand(4, device=device).cpu(), expected[1])
