@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,16 @@ from rich.console import Console
 from rich.progress import track
 
 ROOT = Path(__file__).parent.parent
-FILES = ("tiered_mem/transfer.py", "tiered_mem/store.py", "tiered_mem/tiers.py", "tiered_mem/manager.py")
+OPTIMIZER = tuple(f"tiered_mem/optimizer/{name}.py" for name in ("pipeline", "states", "residence"))
+FILES = (
+    "tiered_mem/transfer.py",
+    "tiered_mem/store.py",
+    "tiered_mem/tiers.py",
+    "tiered_mem/manager.py",
+    *OPTIMIZER,
+)
 TESTS = tuple(f"tests/test_{name}.py" for name in ("transfer", "offload_context", "saved_tensors", "manager"))
+OPTIMIZER_TESTS = ("tests/optimizer/test_streams.py",)
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work")
 TESTS_FAILED = 1  # pytest's exit codes
@@ -70,7 +78,7 @@ def _mutants_of(file: str) -> Iterator[Mutant]:
             yield Mutant(file, node, "pass")
         elif isinstance(node, ast.Assign) and _attribute(node.value) == "ticket":
             yield Mutant(file, node.value, "None")
-        elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
+        elif isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
             yield from (Mutant(file, part, "None") for part in node.elts if _attribute(part) == "ticket")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == "record_event":
@@ -93,10 +101,10 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def run_tests(folder: Path, schedule: str) -> int:
+def run_tests(folder: Path, tests: Sequence[str], schedule: str) -> int:
     """pytest's exit code."""
     environment = os.environ | {"ASCEND_EMULATOR_SCHEDULE": schedule, "ASCEND_EMULATOR_RACES": "1"}
-    command = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS)
+    command = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode
 
 
@@ -112,7 +120,8 @@ def dies(mutant: Mutant | None, schedule: str) -> bool:
                 shutil.copy(source, folder / name)
         if mutant is not None:
             mutant.apply(folder)
-        code = run_tests(folder, schedule)
+        tests = OPTIMIZER_TESTS if mutant is not None and mutant.file in OPTIMIZER else (*TESTS, *OPTIMIZER_TESTS)
+        code = run_tests(folder, tests, schedule)
     if code not in (PASSED, TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {code}; {mutant or 'the code as it is'} could not be tested")
     return code == TESTS_FAILED
