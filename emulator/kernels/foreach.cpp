@@ -1,6 +1,8 @@
 // One operation over lists of tensors, as optimizers use it.
 #include "kernel.h"
 
+#include <ATen/ScalarOps.h>
+
 using namespace emulator;
 
 // Runs work(i) for each output.
@@ -29,19 +31,19 @@ ACLNN(aclnnForeachNorm, (Ins self, Number order, Outs outs), for_each(outs, [&](
         at::linalg_vector_norm_out(outs[i], self[i], order, std::nullopt, false, outs[i].scalar_type());
       }))
 
-#define FOREACH_BY_SCALAR(Name, function)                                               \
-  ACLNN(aclnnForeach##Name##ScalarV2, (Ins self, Number other, Outs outs),              \
-        for_each(outs, [&](size_t i) { outs[i].copy_(at::function(self[i], other)); })) \
-  ACLNN(aclnnForeach##Name##ScalarList, (Ins self, Numbers others, Outs outs),          \
-        for_each(outs, [&](size_t i) { outs[i].copy_(at::function(self[i], others[i])); }))
+#define FOREACH_BY_SCALAR(Name, function, operand)                                                         \
+  ACLNN(aclnnForeach##Name##ScalarV2, (Ins self, Number other, Outs outs),                                 \
+        for_each(outs, [&](size_t i) { at::function##_out(outs[i], self[i], operand(other)); }))           \
+  ACLNN(aclnnForeach##Name##ScalarList, (Ins self, Numbers others, Outs outs),                             \
+        for_each(outs, [&](size_t i) { at::function##_out(outs[i], self[i], operand(others[i])); }))
 
-FOREACH_BY_SCALAR(Add, add)
-FOREACH_BY_SCALAR(Sub, sub)
-FOREACH_BY_SCALAR(Mul, mul)
-FOREACH_BY_SCALAR(Div, div)
-FOREACH_BY_SCALAR(Pow, pow)
-FOREACH_BY_SCALAR(Maximum, clamp_min)
-FOREACH_BY_SCALAR(Minimum, clamp_max)
+FOREACH_BY_SCALAR(Add, add, at::native::wrapped_scalar_tensor)
+FOREACH_BY_SCALAR(Sub, sub, at::native::wrapped_scalar_tensor)
+FOREACH_BY_SCALAR(Mul, mul, at::native::wrapped_scalar_tensor)
+FOREACH_BY_SCALAR(Div, div, at::native::wrapped_scalar_tensor)
+FOREACH_BY_SCALAR(Pow, pow, at::Scalar)
+FOREACH_BY_SCALAR(Maximum, clamp_min, at::Scalar)
+FOREACH_BY_SCALAR(Minimum, clamp_max, at::Scalar)
 
 #define FOREACH_BY_LIST(Name, function)                             \
   ACLNN(aclnnForeach##Name##List, (Ins self, Ins other, Outs outs), \

@@ -262,9 +262,9 @@ class States:
                 self._pipeline.prefetch(first, self._window_bytes())
 
     def _window_bytes(self) -> int:
-        # Three buckets: one that comes, one that is stepped, one that leaves.
-        enough = max(3 * self._bucket_bytes // 2, self._bucket_bytes // 2 + self.largest)
-        return min(enough, sum(bucket.nbytes for bucket in self.buckets))
+        # Room for one that comes, one that is stepped, one that leaves, and for what is lost where the ring ends.
+        large = self.largest if self.largest > self._bucket_bytes // 2 else 0
+        return min(2 * self._bucket_bytes + large, sum(bucket.nbytes for bucket in self.buckets))
 
     def _settle_down(self, buckets: Sequence[Bucket]) -> None:
         residences = self._residences.make([bucket.nbytes for bucket in buckets])
