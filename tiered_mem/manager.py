@@ -251,6 +251,8 @@ class TieringManager:
     def synchronize(self) -> None:
         """Waits on the host for every copy and file operation that was started; takes back the slots they used."""
         self._bury_optimizers()
+        for optimizer in list(self._optimizers):
+            optimizer.states.settle()
         with _Exclusive(self):
             self._engine.synchronize()
             self._store.settle()
@@ -302,6 +304,8 @@ class TieringManager:
                 self._tell(self._trace, event)
             self._go_on()
             self._act(self._policy.decide(event))
+        for optimizer in self._optimizers:
+            optimizer.states.progress()
 
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""

@@ -1,12 +1,15 @@
-"""Tiered optimizers for tests."""
+"""Tiered optimizers and residences for tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
 
+from tests.optimizer.rig import MIB, Rig
 from tiered_mem import TieringManager
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 
@@ -14,8 +17,9 @@ from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 class MakeTiered:
     """Makes tiered optimizers, of which nothing may be left at the end of the test."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, folder: Path) -> None:
         self._device = device
+        self._folder = folder
         self._managers: list[TieringManager] = []
 
     def __call__(
@@ -25,8 +29,10 @@ class MakeTiered:
         residency: str = "host",
         bucket_bytes: int | str = 8192,
         host_bytes: str = "64MiB",
+        spill_bytes: str = "64MiB",
     ) -> TieredOptimizer:
-        self._managers.append(TieringManager(policy="lru", device=self._device, host_bytes=host_bytes))
+        disk = {"spill_dir": self._folder, "spill_bytes": spill_bytes} if residency == "disk" else {}
+        self._managers.append(TieringManager(policy="lru", device=self._device, host_bytes=host_bytes, **disk))
         return self.manager.register_optimizer(optimizer, bucket_bytes=bucket_bytes, residency=residency)
 
     @property
@@ -40,10 +46,37 @@ class MakeTiered:
             stats = manager.stats()
             assert stats["host.slots"] == 0
             assert stats["host.used.current"] == 0
+        assert list(self._folder.iterdir()) == []
 
 
 @pytest.fixture
-def make_tiered(device: str) -> Iterator[MakeTiered]:
-    make = MakeTiered(device)
+def make_tiered(device: str, tmp_path: Path) -> Iterator[MakeTiered]:
+    make = MakeTiered(device, tmp_path)
     yield make
     make.check()
+
+
+class MakeRig(Protocol):
+    def __call__(
+        self, *, host_slots: int = 8, slots: int = 2, capacity: int = 16 * MIB, budget: int | None = None
+    ) -> Rig: ...
+
+
+@pytest.fixture
+def make_rig(device: str, tmp_path: Path) -> Iterator[MakeRig]:
+    """Makes rigs, of which nothing may be left at the end of the test."""
+    rigs: list[Rig] = []
+
+    def make(*, host_slots: int = 8, slots: int = 2, capacity: int = 16 * MIB, budget: int | None = None) -> Rig:
+        rigs.append(Rig(device, tmp_path, host_slots=host_slots, slots=slots, capacity=capacity, budget=budget))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> Rig:
+    return make_rig()

@@ -10,7 +10,7 @@ import torch
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.training import OPTIMIZERS, Outcome, differences, make_params, outcome, train
 
-RESIDENCIES = ("host", "device-until-offload")
+RESIDENCIES = ("host", "disk", "device-until-offload")
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -13,7 +13,7 @@ from tests.optimizer.strange_optimizers import Estimates, GlobalNorm, Growing, M
 from tests.optimizer.training import differences, make_params, outcome, train
 from tiered_mem import TieringManager
 
-RESIDENCIES = ("host", "device-until-offload")
+RESIDENCIES = ("host", "disk", "device-until-offload")
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)

@@ -12,7 +12,7 @@ from ..spill.disk_tier import DiskTier
 from ..tiers import HostTier
 from ..transfer import TransferEngine
 from .residence import Exclusive
-from .residences import HostResidences, Residences
+from .residences import DiskResidences, HostResidences, Residences
 from .states import States
 from .tiered_optimizer import TieredOptimizer
 
@@ -41,9 +41,11 @@ def tiered_optimizer(
         names = ", ".join(map(repr, get_args(Residency)))
         raise ValueError(f"residency is {residency!r}; there are {names}")
 
-    if residency == "disk":
-        raise NotImplementedError
     residences: Residences = HostResidences(host, exclusive)
+    if residency == "disk":
+        if disk is None:
+            raise ValueError("residency 'disk' needs a disk tier: make the manager with a spill_dir")
+        residences = DiskResidences(host, disk, exclusive, bucket_bytes // 2)
     stay = residency == "device-until-offload"
     states = States(optimizer, device, engine, exclusive, residences, bucket_bytes=bucket_bytes, stay=stay)
     return TieredOptimizer(optimizer, states, manager)

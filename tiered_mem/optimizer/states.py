@@ -91,6 +91,7 @@ class States:
         self.give_up_prefetch()
         if self._away:
             self._send_away(buckets)
+            self._residences.progress()
             self._watch.step_ends(self._known)
 
     def step(self) -> None:
@@ -109,6 +110,7 @@ class States:
 
         def step(bucket: Bucket) -> bool:
             nonlocal begun, stepped
+            self._residences.progress()
             begun += bool(changing[bucket])
             away = {param for param in bucket.states if bucket.away([param])}
             here = {param: state for param, state in bucket.states.items() if param not in away}
@@ -130,7 +132,16 @@ class States:
                 raise InterruptedStep(*self._broken) from error
             raise
         if self._away:
+            self._residences.progress()
             self._watch.step_ends(self._known)
+
+    def progress(self) -> None:
+        """Goes on with files that can be written by now. Does not wait."""
+        self._residences.progress()
+
+    def settle(self) -> None:
+        """Waits until every file is written."""
+        self._residences.settle()
 
     def give_up_prefetch(self) -> None:
         """There is no step to come after all."""

@@ -1,0 +1,195 @@
+"""What residences of optimizer states rest in, and a step's way of using them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.spill.declared_files import DeclaredFiles
+from tests.spill.disks import Clock
+from tests.spill.faulty_files import FaultyFiles
+from tiered_mem.allocators import HostPool, PoolStats, Region, round_up
+from tiered_mem.device import Device
+from tiered_mem.optimizer.disk_residence import DiskResidence, Staging
+from tiered_mem.optimizer.residence import HostResidence, Residence
+from tiered_mem.pinned import pool_for
+from tiered_mem.spill.disk_tier import DiskTier
+from tiered_mem.tiers import DeviceSlot, HostSlot, HostTier
+from tiered_mem.transfer import Ticket, TransferEngine
+
+NBYTES = 200_001  # no multiple of anything
+SLOT = round_up(NBYTES)
+RECORD = SLOT + 4096
+MIB = 1 << 20
+
+
+class DeclaredFaults(FaultyFiles):
+    """Files with faults, of which the race detector is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files = DeclaredFiles()
+
+
+class GuardedPool:
+    """A pool that is used inside `lock` only, as it is said of the host tier."""
+
+    def __init__(self, pool: HostPool, lock: threading.Lock) -> None:
+        self._pool = pool
+        self._lock = lock
+        self.slab, self.trim, self.stats = pool.slab, pool.trim, pool.stats
+
+    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
+        assert self._lock.locked()
+        return self._pool.allocate(nbytes, resident=resident)
+
+    def deallocate(self, region: Region) -> None:
+        assert self._lock.locked()
+        self._pool.deallocate(region)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class Rig:
+    """The tiers, an engine, and residences of all kinds, of which nothing may be left at the end.
+
+    host_slots: what the host tier has room for. slots: those of the staging, which is made with the first that
+    needs it.
+    """
+
+    def __init__(
+        self, device: str, folder: Path, *, host_slots: int, slots: int, capacity: int, budget: int | None
+    ) -> None:
+        self.device = Device(device)
+        self.engine = TransferEngine(self.device)
+        self.lock = threading.Lock()
+        pool = pool_for(self.device, host_slots * SLOT, True, preallocate=False)
+        self.pool = GuardedPool(pool, self.lock)
+        self.host = HostTier(self.pool)
+        self.files = DeclaredFaults()
+        self.clock = Clock()
+        self.folder = folder
+        self.disk = DiskTier(
+            folder, capacity=capacity, write_budget=budget, workers=1, files=self.files, clock=self.clock
+        )
+        self._slots = slots
+        self._staging: Staging | None = None
+        self._residences: list[Residence] = []
+        self._disk_is_closed = False
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        assert self.lock.acquire(timeout=10), "taken twice, or held while something waits"
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    @property
+    def staging(self) -> Staging:
+        if self._staging is None:
+            self._staging = Staging(self.host, self.disk, self.exclusive, NBYTES, self._slots)
+        return self._staging
+
+    def on_host(self) -> HostResidence:
+        self._residences.append(residence := HostResidence(self.host, self.exclusive, NBYTES))
+        return residence
+
+    def on_disk(self) -> DiskResidence:
+        name = f"bucket.{len(self._residences)}"
+        self._residences.append(residence := DiskResidence(self.staging, NBYTES, name))
+        return residence
+
+    def make(self, kind: str) -> Residence:
+        return self.on_host() if kind == "host" else self.on_disk()
+
+    def buckets(self, count: int) -> list[DiskResidence]:
+        """Residences with bytes 0, 1, ... that are on disk."""
+        buckets = [self.on_disk() for _ in range(count)]
+        for seed, bucket in enumerate(buckets):
+            self.fill(bucket, seed)
+        self.staging.settle()
+        return buckets
+
+    def progress(self) -> None:
+        if self._staging is not None:
+            self._staging.progress()
+
+    # The steps of a step.
+
+    def fill(self, residence: Residence, seed: int) -> Ticket:
+        """The bytes are those of `seed` from now on, without a look at those before."""
+        source = content(seed).to(self.device.torch_device)
+        return self._send(residence, source, residence.take(blank=True))
+
+    def look(self, residence: Residence) -> torch.Tensor:
+        """The bytes on the device. They may still be on their way."""
+        slot = residence.take()
+        read, ticket = self._fetch(residence, slot)
+        residence.leave(None, ticket)
+        return read
+
+    def step(self, residence: Residence) -> torch.Tensor:
+        """Adds 1 to every byte on the device. The bytes from before."""
+        slot = residence.take()
+        before, _ = self._fetch(residence, slot)
+        self._send(residence, before + 1, slot)
+        return before
+
+    def has(self, residence: Residence, seed: int, steps: int = 0) -> bool:
+        return torch.equal(self.look(residence).cpu(), content(seed) + steps)
+
+    def in_use(self) -> int:
+        """Bytes of the host tier."""
+        with self.exclusive():
+            self.host.collect()
+        return self.stats().used
+
+    def stats(self) -> PoolStats:
+        return self.pool.stats()
+
+    def close_disk(self) -> None:
+        """Before anything else is. Its records go with it, and not one by one."""
+        self._disk_is_closed = True
+        self.disk.close()
+
+    def close(self) -> None:
+        self.files.heal()
+        for residence in self._residences:
+            residence.release()
+        if self._staging is not None:
+            self._staging.close()
+            assert self._staging.slots == 0
+        self.engine.synchronize()
+        with self.exclusive():
+            self.host.collect()
+        assert self.host.slots == 0
+        self.host.close()
+        assert self._disk_is_closed or self.disk.stats().records == 0
+        self.disk.close()
+
+    def _fetch(self, residence: Residence, slot: HostSlot) -> tuple[torch.Tensor, Ticket]:
+        to = DeviceSlot(self._empty(), self.device.current_stream())
+        (ticket,) = self.engine.reload([(slot, to, residence.ticket)])
+        ticket.hold(to.stream)
+        return to.tensor, ticket
+
+    def _send(self, residence: Residence, source: torch.Tensor, slot: HostSlot) -> Ticket:
+        stream = self.device.current_stream()
+        ticket = self.engine.offload([(DeviceSlot(source, stream), slot)])
+        ticket.hold(stream)
+        residence.leave(ticket)
+        return ticket
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(NBYTES, dtype=torch.uint8, device=self.device.torch_device)
+
+
+def content(seed: int) -> torch.Tensor:
+    """Bytes on the cpu, others for each seed."""
+    return torch.randint(256, (NBYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
