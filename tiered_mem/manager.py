@@ -304,7 +304,7 @@ class TieringManager:
                 self._tell(self._trace, event)
             self._go_on()
             self._act(self._policy.decide(event))
-        for optimizer in self._optimizers:
+        for optimizer in list(self._optimizers):
             optimizer.states.progress()
 
     def act(self, actions: Iterable[Action]) -> None:

@@ -207,6 +207,7 @@ def test_nothing_is_left_of_one_that_is_forgotten(device: str, make_tiered: Make
     manager = make_tiered.manager
     assert manager.stats()["host.used.current"] > 0
     del tiered
+    manager.synchronize()
     assert manager.stats()["host.used.current"] == 0
 
 

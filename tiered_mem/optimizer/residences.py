@@ -74,20 +74,20 @@ class DiskResidences:
 
     def make(self, sizes: Sequence[int]) -> list[Residence]:
         self._check_room(sum(sizes))
-        large = self._staging([size for size in sizes if size > self._usual_bytes], _SLOTS_FOR_LARGE)
+        new: list[Staging] = []
         try:
-            usual = self._staging([size for size in sizes if size <= self._usual_bytes], _SLOTS)
+            for some, slots in (
+                ([size for size in sizes if size > self._usual_bytes], _SLOTS_FOR_LARGE),
+                ([size for size in sizes if size <= self._usual_bytes], _SLOTS),
+            ):
+                if some and self._staging_for(max(some)) is None:
+                    new.append(Staging(self._host, self._disk, self._exclusive, max(some), min(slots, len(some))))
         except BaseException:
-            if large is not None:
-                large.close()
+            for staging in new:
+                staging.close()
             raise
-        made: list[Residence] = []
-        for size in sizes:
-            staging = large if size > self._usual_bytes else usual
-            if staging is not None:
-                made.append(DiskResidence(staging, size, f"states.{next(self._numbers)}"))
-        self._stagings += [staging for staging in (large, usual) if staging is not None]
-        return made
+        self._stagings = sorted([*self._stagings, *new], key=lambda staging: staging.slot_bytes)
+        return [self._residence(size) for size in sizes]
 
     def progress(self) -> None:
         for staging in self._stagings:
@@ -101,10 +101,15 @@ class DiskResidences:
         for staging in self._stagings:
             staging.close()
 
-    def _staging(self, sizes: Sequence[int], slots: int) -> Staging | None:
-        if not sizes:
-            return None
-        return Staging(self._host, self._disk, self._exclusive, max(sizes), min(slots, len(sizes)))
+    def _residence(self, nbytes: int) -> Residence:
+        staging = self._staging_for(nbytes)
+        if staging is None:
+            raise RuntimeError(f"no slot is large enough for {nbytes} bytes")
+        return DiskResidence(staging, nbytes, f"states.{next(self._numbers)}")
+
+    def _staging_for(self, nbytes: int) -> Staging | None:
+        """The one with the smallest slots that are large enough."""
+        return next((staging for staging in self._stagings if staging.slot_bytes >= nbytes), None)
 
     def _check_room(self, nbytes: int) -> None:
         if nbytes > self._disk.capacity:
