@@ -16,7 +16,7 @@ from .residence import Residence
 from .ring import Range, Ring
 
 # How many buckets a step is ahead with reads from disk.
-_AHEAD = 3
+_AHEAD = 2
 
 
 class Pipeline:

@@ -45,7 +45,7 @@ def tiered_optimizer(
     if residency == "disk":
         if disk is None:
             raise ValueError("residency 'disk' needs a disk tier: make the manager with a spill_dir")
-        residences = DiskResidences(host, disk, exclusive, bucket_bytes // 2)
+        residences = DiskResidences(host, disk, exclusive, bucket_bytes)
     stay = residency == "device-until-offload"
     states = States(optimizer, device, engine, exclusive, residences, bucket_bytes=bucket_bytes, stay=stay)
     return TieredOptimizer(optimizer, states, manager)

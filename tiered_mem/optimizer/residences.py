@@ -61,7 +61,7 @@ class HostResidences:
 class DiskResidences:
     """Records of the disk tier, by way of a few slots of host memory.
 
-    usual_bytes: the size of a bucket of more than one parameter. Larger ones share slots of their own.
+    usual_bytes: buckets that are larger share slots of their own.
     """
 
     def __init__(self, host: HostTier, disk: DiskTier, exclusive: Exclusive, usual_bytes: int) -> None:
@@ -125,5 +125,5 @@ class DiskResidences:
 
 
 # Some are read, one is stepped, the next is on the device already, and some are written.
-_SLOTS = 8
+_SLOTS = 6
 _SLOTS_FOR_LARGE = 3
