@@ -23,6 +23,7 @@ class Training:
     """A model, and the gradients that its step must have."""
 
     def __init__(self, device: str) -> None:
+        self.device = device
         self.model, self._x = stack(LAYERS, device)
         self.forward().backward()
         self._expected = take_gradients(self.model)

@@ -60,6 +60,32 @@ def test_the_spilling_example(policy: str, tmp_path: Path) -> None:
     assert re.search(r"kept, host tier full +0 blocks", printed)
 
 
+@pytest.mark.skipif(RACES, reason="test_module_phases.py has the detector look at the same, in less time")
+def test_the_phases_example() -> None:
+    printed = run("examples/rl_phases.py", "--steps", "1")
+    assert "both there, budget: torch.OutOfMemoryError" in printed
+    assert "are bit-equal with and without offloading: yes" in printed
+    assert re.search(r"round 1: train +│ +25\d\.\d │ +1\d\d\.\d │ +20\d\.\d │ +0\.0 │", printed)
+
+
+@pytest.mark.skipif(RACES, reason="tests/optimizer has the detector look at the same, in less time")
+def test_the_optimizer_example(tmp_path: Path) -> None:
+    printed = run("examples/optimizer_tiering.py", "--steps", "2", "--spill-dir", str(tmp_path))
+    assert "plain, budget: torch.OutOfMemoryError" in printed
+    assert re.search(r"states on the host │ .* │ +1\d\d │ +\d+ │ +0 │", printed)
+    assert re.search(r"states on disk +│ .* │ +1\d\d │ +[345]\d │ +1\d\d │", printed)
+    assert "bit-equal losses and final weights: yes" in printed
+    assert "spill files left: 0" in printed
+
+
+@no_detector
+def test_the_optimizer_benchmark(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    small = ["--layers", "2", "--width", "64", "--bucket", "1MiB", "--rounds", "2", "--residency", "host", "disk"]
+    printed = run("-m", "benchmarks.optimizer_step", *small, "--json", str(figures))
+    assert "parameters are the same to the last bit" in printed
+
+
 @no_detector
 def test_the_hooks_benchmark(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

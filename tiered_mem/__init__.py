@@ -1,7 +1,17 @@
 """Asynchronous memory tiering for training on accelerators."""
 
 from .context import OffloadContext
-from .errors import ChangedTensor, Closed, DeviceFailed, DeviceUnavailable, PolicyError, TieredMemError, TierFull
+from .errors import (
+    ChangedTensor,
+    Closed,
+    DeviceFailed,
+    DeviceUnavailable,
+    Offloaded,
+    OffloadRefused,
+    PolicyError,
+    TieredMemError,
+    TierFull,
+)
 from .manager import TieringManager
 
 __all__ = [
@@ -10,6 +20,8 @@ __all__ = [
     "DeviceFailed",
     "DeviceUnavailable",
     "OffloadContext",
+    "OffloadRefused",
+    "Offloaded",
     "PolicyError",
     "TierFull",
     "TieredMemError",

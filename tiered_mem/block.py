@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -87,9 +87,17 @@ class Block:
 _TOGETHER_BYTES = 8 << 20
 
 
-def groups(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """The blocks in order, cut where they would pass 8 MiB."""
-    group: list[Block] = []
+class _HasBytes(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Sized = TypeVar("_Sized", bound=_HasBytes)
+
+
+def groups(blocks: Sequence[_Sized]) -> Iterator[list[_Sized]]:
+    """The blocks, or what else has a size, in order, cut where they would pass 8 MiB."""
+    group: list[_Sized] = []
     nbytes = 0
     for block in blocks:
         if group and nbytes + block.nbytes > _TOGETHER_BYTES:

@@ -88,6 +88,14 @@ class InterruptedStep(TieredMemError, RuntimeError):
         )
 
 
+class Offloaded(TieredMemError, RuntimeError):
+    """A tensor was used whose bytes are not on the device, because what it belongs to was offloaded."""
+
+
+class OffloadRefused(TieredMemError, RuntimeError):
+    """Something cannot be offloaded as it is now. Nothing of it has been changed."""
+
+
 class PolicyError(TieredMemError, RuntimeError):
     """A policy answered with something that is not an action."""
 

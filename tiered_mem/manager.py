@@ -22,9 +22,9 @@ from .device import Device
 from .errors import Closed, PolicyError
 from .host_budget import HostBytes
 from .layer_context import LayerContext, LayerSequence
+from .module_phases import ModulePhases
 from .movable import Movable
-from .optimizer.register import Residency, tiered_optimizer
-from .optimizer.states import States
+from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .policies import (
     Action,
@@ -127,6 +127,7 @@ class TieringManager:
             self._trace,
             self._spiller,
         )
+        self._phases = ModulePhases(self.device, self._host, self._engine, self._store.make_room)
         self._do = {
             Offload: self._store.offload,
             Release: self._store.release,
@@ -134,8 +135,9 @@ class TieringManager:
             Spill: self._store.spill,
             Fetch: self._store.fetch,
         }
-        self._optimizers: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
-        self._forgotten: deque[States] = deque()  # of optimizers that nobody has any more
+        self._optimizers = RegisteredOptimizers(
+            self.device, self._engine, self._host, self._disk, partial(_exclusive, weakref.ref(self))
+        )
         self._graphs = itertools.count()
         self._closed = False
         # One lock over bookkeeping and the issuing of copies. A saved tensor may die anywhere, even in the middle
@@ -202,22 +204,54 @@ class TieringManager:
         """
         if self._closed:
             raise Closed("the manager is closed: make a new one")
-        self._bury_optimizers()
-        tiered = tiered_optimizer(
-            self,
-            optimizer,
-            self._optimizers,
-            self.device,
-            self._engine,
-            partial(_exclusive, weakref.ref(self)),
-            self._host,
-            self._disk,
-            bucket_bytes=parse_bytes(bucket_bytes),
-            residency=residency,
+        return self._optimizers.register(
+            optimizer, bucket_bytes=parse_bytes(bucket_bytes), residency=residency, owner=self
         )
-        self._optimizers.add(tiered)
-        weakref.finalize(tiered, self._forgotten.append, tiered.states).atexit = False
-        return tiered
+
+    def offload(self, thing: torch.nn.Module | TieredOptimizer, *, gradients: bool = False) -> None:
+        """Takes a module or the states of a tiered optimizer off the device until `reload`.
+
+        Of a module that are its parameters and buffers, and with gradients=True those. They go to host memory,
+        which is kept for the next time. Waits for the copies; then the device memory is free. What is away already,
+        or on another device, stays where it is. A tensor of a module that is used meanwhile raises Offloaded. An
+        optimizer can be stepped all the same.
+
+        Raises OffloadRefused where others use the same memory, or a tensor cannot leave; TierFull where the host
+        tier has no room; Closed; TypeError for anything else. Nothing has moved then.
+        """
+        if isinstance(thing, TieredOptimizer):
+            thing.states.offload()
+            return
+        self._can_phase(thing)
+        with _Exclusive(self):
+            if self._closed:
+                raise Closed("the manager is closed: make a new one")
+            self._go_on()
+            self._phases.offload(thing, gradients=gradients, owner=self)
+
+    def reload(self, thing: torch.nn.Module | TieredOptimizer) -> None:
+        """Brings back all that `offload` took, for work that is issued from now on.
+
+        States whose residency is "host" or "disk" are where they belong, and stay there.
+
+        The host does not wait for the copies, but the current stream does. Without an offload nothing happens.
+        Raises torch.OutOfMemoryError where the device has no room; then all of it stays away. Raises
+        OffloadRefused where another manager has it, and TypeError for anything else.
+        """
+        if isinstance(thing, TieredOptimizer):
+            thing.states.reload()
+            return
+        self._can_phase(thing)
+        with _Exclusive(self):
+            self._go_on()
+            self._phases.reload(thing)
+
+    def _can_phase(self, thing: object) -> None:
+        if not isinstance(thing, torch.nn.Module):
+            raise TypeError(
+                "offload and reload take a torch.nn.Module, or what register_optimizer returned, not "
+                f"{type(thing).__name__}"
+            )
 
     def _smallest(self, min_bytes: int | str) -> int:
         nbytes = parse_bytes(min_bytes)
@@ -230,12 +264,13 @@ class TieringManager:
 
     def stats(self) -> Stats:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
-        self._bury_optimizers()
+        self._optimizers.bury()
         with _Exclusive(self):
             self._go_on()
             self._host.collect()
             disk = None if self._disk is None else self._disk.stats()
-            return flatten(self._counters, self._host.pool_stats(), self._host.slots, self._store.blocks, disk)
+            stats = flatten(self._counters, self._host.pool_stats(), self._host.slots, self._store.blocks, disk)
+            return stats | self._phases.stats()
 
     def memory_summary(self) -> str:
         """The stats as a table: what moved, and with trace=True how much of it was hidden and who waited."""
@@ -250,9 +285,7 @@ class TieringManager:
 
     def synchronize(self) -> None:
         """Waits on the host for every copy and file operation that was started; takes back the slots they used."""
-        self._bury_optimizers()
-        for optimizer in list(self._optimizers):
-            optimizer.states.settle()
+        self._optimizers.settle()
         with _Exclusive(self):
             self._engine.synchronize()
             self._store.settle()
@@ -261,17 +294,18 @@ class TieringManager:
     def close(self) -> None:
         """Waits for the copies under way and frees the host memory. Closing again does nothing.
 
-        Activations that are still on the host are lost: a backward that needs them raises Closed. Where the
+        Activations that are still on the host are lost: a backward that needs them raises Closed. Modules that are
+        offloaded come back to the device. What it has no room for stays on the host, outside of the host tier, and
+        `reload` still brings it back. Where the
         runtime of the device does not take host memory back, its error is raised, and close may be called again.
         Raises DeviceFailed where the device dropped copies after a failure.
         """
-        self._bury_optimizers()
-        for optimizer in list(self._optimizers):
-            optimizer.states.close()
+        self._optimizers.close()
         with _Exclusive(self):
             self._closed = True
             for block in list(self._store.blocks):
                 self._store.retire(block)
+            self._phases.close()
             self._engine.synchronize()
             self._store.settle()
             if self._disk is not None:
@@ -304,8 +338,7 @@ class TieringManager:
                 self._tell(self._trace, event)
             self._go_on()
             self._act(self._policy.decide(event))
-        for optimizer in list(self._optimizers):
-            optimizer.states.progress()
+        self._optimizers.progress()
 
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""
@@ -355,13 +388,10 @@ class TieringManager:
         self._let_go.append(block)
         self._bury_let_go()
 
-    def _bury_optimizers(self) -> None:
-        while self._forgotten:
-            self._forgotten.popleft().close()
-
     # Under the lock.
 
     def _go_on(self) -> None:
+        self._phases.bury()
         self._store.progress()
         if self._postponed:
             actions, self._postponed = self._postponed, []

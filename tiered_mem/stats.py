@@ -117,6 +117,10 @@ def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequen
     for name in ("offloaded", "released", "reloaded", "kept"):
         label = "kept, host tier full" if name == "kept" else name
         rows.append((label, f"{stats[f'{name}.blocks.total']} blocks, {size(f'{name}.bytes.total')}"))
+    if stats["parked.host_bytes.current"]:
+        offloaded = f"{stats['parked.storages.current']} storages, {size('parked.bytes.current')}"
+        rows.append(("modules, offloaded now", offloaded))
+        rows.append(("host memory for modules", size("parked.host_bytes.current")))
     if "disk.state" in stats:
         direct = "direct" if stats["disk.direct"] else "buffered"
         rows.append(("disk used / peak", f"{size('disk.used.current')} / {size('disk.used.peak')}"))

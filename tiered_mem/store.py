@@ -107,7 +107,7 @@ class BlockStore:
                 under_way = moves[:]
                 moves.clear()
                 self._start_offloads(under_way)
-            return self._more_room(nbytes)
+            return self.make_room(nbytes)
 
         self._leaving_next = {block: False for block in blocks if self._can_leave(block)}
         try:
@@ -193,6 +193,10 @@ class BlockStore:
             self._start_reloads(moves)
         self._fetch_wanted(anew=True)
 
+    def make_room(self, nbytes: int) -> bool:
+        """Makes or waits for room in the host tier. Whether there may be so much by now."""
+        return self._room.make(nbytes, self.release)
+
     def let_go(self, block: Block) -> bool:
         """One saved tensor less holds the block. Whether that was the last one: then the block is gone."""
         block.holders -= 1
@@ -245,9 +249,6 @@ class BlockStore:
                     for block in group:
                         yield from self._find_room([block], more_room)
 
-    def _more_room(self, nbytes: int) -> bool:
-        return self._room.make(nbytes, self.release)
-
     def _fetch_wanted(self, *, anew: bool = False) -> None:
         """Reads what is wanted on the device, as far as the host has room.
 
@@ -271,7 +272,7 @@ class BlockStore:
         if self._spiller is None:
             return
         if block.move is None:
-            self._spiller.fetch_anyhow(block, self._more_room)
+            self._spiller.fetch_anyhow(block, self.make_room)
         read = block.move
         if isinstance(read, Read):
             self._counters.disk_waits += not read.job.done

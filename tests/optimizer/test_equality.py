@@ -32,9 +32,9 @@ def test_twenty_steps(name: str, residency: str, dtype: torch.dtype, device: str
     tiered = make_tiered(OPTIMIZERS[name](params), residency=residency)
     for begin in range(0, 20, 5):
         train(tiered, params, range(begin, begin + 2))
-        tiered.states.offload()
+        make_tiered.manager.offload(tiered)
         train(tiered, params, range(begin + 2, begin + 4))
-        tiered.states.reload()
+        make_tiered.manager.reload(tiered)
         train(tiered, params, range(begin + 4, begin + 5))
     assert not differences(plain(name, dtype, device), outcome(tiered, params))
 

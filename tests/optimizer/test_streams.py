@@ -109,8 +109,8 @@ def test_phases_between_steps(device: str, make_tiered: MakeTiered) -> None:
     for step in range(6):
         give_gradients(params, step)
         tiered.step()
-        tiered.states.offload()
+        make_tiered.manager.offload(tiered)
         noise = torch.full((1 << 15,), 7.0, device=device)
         del noise
-        tiered.states.reload()
+        make_tiered.manager.reload(tiered)
     assert not differences(plain_steps(torch.optim.AdamW, 6, device), outcome(tiered, params))

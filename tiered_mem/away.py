@@ -1,0 +1,201 @@
+"""What a tensor is while its bytes are away from the device: of its own shape, and of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from .errors import Offloaded
+
+
+class Home(Protocol):
+    """Where the bytes are. A tensor that is away keeps it alive."""
+
+    @property
+    def advice(self) -> str:
+        """What the user can do to have the tensor back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """What is known of a tensor that is away.
+
+    name: such as "layers.0.weight of GPT".
+    kind: its type.
+    shape: a tensor without memory, of the same shape and strides.
+    offset: where it begins in its storage, in elements.
+    guard: keeps a gradient from being added to it.
+    """
+
+    name: str
+    kind: type[torch.Tensor]
+    shape: torch.Tensor
+    offset: int
+    home: Home
+    guard: RemovableHandle | None
+
+    def error(self) -> Offloaded:
+        return Offloaded(f"{self.name} is offloaded: {self.home.advice}")
+
+
+class _Refusing:
+    """No operation takes it, and everything that says what is in it raises Offloaded."""
+
+    _tiered_mem_away: Away
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _HARMLESS or (func == _SET_GRADIENT and args[1] is None):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _OF_SHAPE and not kwargs.get("out"):
+            return func(args[0]._tiered_mem_away.shape, *args[1:], **kwargs)
+        raise _first((args, kwargs)).error()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        away = self._tiered_mem_away
+        return f"<{away.name}, {away.shape.dtype} of shape {tuple(away.shape.shape)}, offloaded>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+class AwayTensor(_Refusing, torch.Tensor):  # type: ignore[misc]
+    """A buffer or a gradient that is away."""
+
+
+class AwayParameter(_Refusing, torch.nn.Parameter):  # type: ignore[misc]
+    """A parameter that is away. Optimizers and modules keep the very object."""
+
+
+_AWAY: dict[type[torch.Tensor], type[torch.Tensor]] = {
+    torch.Tensor: AwayTensor,
+    torch.nn.Parameter: AwayParameter,
+}
+
+
+def can_go(tensor: torch.Tensor) -> bool:
+    """Whether there is something to stand in for a tensor of this type."""
+    return type(tensor) in _AWAY
+
+
+def away(tensor: torch.Tensor) -> Away | None:
+    """What is known of a tensor that is away; None for any other."""
+    return tensor._tiered_mem_away if isinstance(tensor, _Refusing) else None
+
+
+def send_away(tensor: torch.Tensor, name: str, home: Home) -> None:
+    """Takes the device memory from a tensor, of which `home` has the bytes. The object stays the same one."""
+    kind = type(tensor)
+    shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    known = Away(name, kind, shape, int(tensor.storage_offset()), home, _guard(tensor, name, home))
+    with torch.inference_mode(tensor.is_inference()):
+        # Below Python nothing asks this class, as where a saved-tensor hook kept the tensor. A shape (0,) would
+        # broadcast with a last dimension of 1, and the result might pass for right.
+        tensor.data = torch.empty((0,) * 8, dtype=tensor.dtype, device=tensor.device)
+    tensor.__class__ = _AWAY[kind]
+    tensor._tiered_mem_away = known  # type: ignore[attr-defined]
+
+
+def bring_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Gives a tensor that is away its place in new memory, which `flat` covers.
+
+    flat: 1-dimensional, of the dtype of one of the tensors in that memory with the smallest elements.
+    """
+    known = away(tensor)
+    if known is None:
+        raise RuntimeError("the tensor is not away")
+    tensor.__class__ = known.kind
+    del tensor._tiered_mem_away  # type: ignore[attr-defined]
+    if known.guard is not None:
+        known.guard.remove()
+    size, stride = known.shape.size(), known.shape.stride()
+    if tensor.is_inference():
+        with torch.inference_mode():  # a view would be an inference tensor no more
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = empty.set_(flat.untyped_storage(), known.offset, size, stride)
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        if flat.dtype is not tensor.dtype:
+            flat = flat[: flat.nbytes // tensor.itemsize * tensor.itemsize // flat.itemsize].view(tensor.dtype)
+        tensor.data = flat.as_strided(size, stride, known.offset)
+
+
+def _guard(tensor: torch.Tensor, name: str, home: Home) -> RemovableHandle | None:
+    """A graph that needs nothing of a weight but to add to its gradient would not notice."""
+    if not tensor.requires_grad:
+        return None
+
+    def refuse(_gradient: torch.Tensor) -> None:
+        raise Offloaded(f"{name} is offloaded, and a backward computes its gradient: {home.advice}")
+
+    return tensor.register_hook(refuse)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _first(things: Iterable[Any]) -> Away:
+    """Of what a function was called with, the first tensor that is away."""
+    waiting = [things]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, _Refusing):
+            return thing._tiered_mem_away
+        if isinstance(thing, dict):
+            waiting.extend(thing.values())
+        elif isinstance(thing, (list, tuple)):
+            waiting.extend(reversed(thing))
+    raise RuntimeError("no tensor among the arguments is away")
+
+
+_T: Any = torch.Tensor
+_SET_GRADIENT = _T.grad.__set__
+# What torch still knows of the tensor, and what can be said of it before it is back.
+_HARMLESS = frozenset(
+    {
+        _T.requires_grad.__get__,
+        _T.requires_grad.__set__,
+        _T.requires_grad_,
+        _T.is_leaf.__get__,
+        _T.grad_fn.__get__,
+        _T.retains_grad.__get__,
+        _T.grad.__get__,
+        _T.dtype.__get__,
+        _T.device.__get__,
+        _T.layout.__get__,
+        _T.is_cpu.__get__,
+        _T.is_cuda.__get__,
+        _T.is_sparse.__get__,
+        _T.is_floating_point,
+        _T.is_complex,
+        _T.is_inference,
+        torch.is_floating_point,
+        torch.is_complex,
+        _T.register_hook,
+        _T.register_post_accumulate_grad_hook,
+    }
+)
+# What only its shape says.
+_OF_SHAPE = frozenset(
+    {
+        _T.shape.__get__,
+        _T.size,
+        _T.stride,
+        _T.dim,
+        _T.ndim.__get__,
+        _T.ndimension,
+        _T.numel,
+        _T.nelement,
+        torch.numel,
+        _T.nbytes.__get__,
+        _T.itemsize.__get__,
+        _T.element_size,
+        _T.is_contiguous,
+        _T.__len__,
+    }
+)

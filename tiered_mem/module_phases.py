@@ -1,0 +1,309 @@
+"""Modules that leave the device for a phase in which others need its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from .away import away, bring_back, send_away
+from .block import groups
+from .device import Device, Event
+from .errors import OffloadRefused, TierFull
+from .module_storages import HeldStorage, held_storages, members
+from .sizes import format_bytes
+from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
+from .transfer import TransferEngine
+
+_log = logging.getLogger("tiered_mem.module_phases")
+
+
+class ModulePhases:
+    """Takes a module's memory to the host and back. One thread at a time.
+
+    What is away is kept by the tensors themselves, and host memory that waits for the next cycle by the storage
+    whose bytes it had: either is given back when the memory it is for dies, whoever kept that alive.
+
+    make_room: asked with a number of bytes where the host tier is full; answers whether there may be room by now.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host: HostTier,
+        engine: TransferEngine,
+        make_room: Callable[[int], bool],
+    ) -> None:
+        self._device = device
+        self._memory = DeviceTier(device)
+        self._host = host
+        self._engine = engine
+        self._make_room = make_room
+        self._parked: weakref.WeakSet[Parked] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
+        self._unused: deque[tuple[HostSlot, Event | None]] = deque()
+        self._closed = False
+
+    def offload(self, module: torch.nn.Module, *, gradients: bool, owner: object) -> None:
+        """Copies what of the module is on the device to the host, waits, and frees the device memory.
+
+        owner: kept alive for as long as something is away.
+
+        Raises OffloadRefused and TierFull, before anything has changed.
+        """
+        self._away(module)  # whether another manager has a part of it
+        with _plainly():
+            moves = self._with_room(held_storages(module, self._device, gradients=gradients))
+            self._copy(moves)
+            for held, copy in moves:
+                self._park(held, copy, type(module).__name__, owner)
+
+    def reload(self, module: torch.nn.Module) -> None:
+        """Brings back what of the module is away, ready for work that is issued now on the current stream.
+
+        Raises torch.OutOfMemoryError; then all of it stays away.
+        """
+        with _plainly():
+            self._bring(self._away(module))
+
+    def close(self) -> None:
+        """Brings back what the device has room for. What stays away is copied to memory that is not pinned."""
+        self._closed = True
+        with _plainly():
+            self._bring_all()
+        self.bury()
+
+    def bury(self) -> None:
+        """Gives back the host memory of what has died."""
+        while self._unused:
+            self._host.release(*self._unused.popleft())
+
+    def stats(self) -> dict[str, int]:
+        """What is away, and the host memory that is kept for that and for the next time."""
+        parked = list(self._parked)
+        return {
+            "parked.storages.current": len(parked),
+            "parked.bytes.current": sum(each.nbytes for each in parked),
+            "parked.host_bytes.current": sum(copy.slot.tensor.nbytes for copy in self._copies if not copy.given_up),
+        }
+
+    def _bring_all(self) -> None:
+        left = []
+        for parked in [parked for parked in self._parked if not parked.orphaned]:
+            try:
+                self._bring([parked])
+            except torch.OutOfMemoryError:
+                left.append(parked)
+        for parked in left:
+            parked.orphaned = True
+            slot = self._host.overflow([(parked.nbytes, parked.dtype)])[0]
+            slot.tensor.copy_(parked.copy.slot.tensor)
+            self._host.release(parked.copy.slot, None)
+            parked.copy.slot = slot
+        if left:
+            size = format_bytes(sum(parked.nbytes for parked in left))
+            _log.error("the manager is closed, and the device has no room for %s that were offloaded", size)
+        for copy in set(self._copies) - {parked.copy for parked in self._parked}:
+            copy.give_up()
+
+    def _away(self, module: torch.nn.Module) -> list[Parked]:
+        """What of the module is away, gradients that it has let go of meanwhile among it."""
+        tensors = [member.tensor for member in members(module, gradients=True)]
+        homes = [known.home for tensor in tensors if (known := away(tensor)) is not None]
+        found = dict.fromkeys(home for home in homes if isinstance(home, Parked))
+        if not self._parked.issuperset(found):
+            raise OffloadRefused("a part of the module was offloaded by another manager: call reload() of that")
+        ids = set(map(id, tensors))
+        gradients = (parked for parked in self._parked if id(parked.parameter()) in ids)
+        return list(found | dict.fromkeys(gradients))
+
+    def _with_room(self, held: Sequence[HeldStorage]) -> list[tuple[HeldStorage, HostCopy]]:
+        """Each with host memory of its size: what it had the last time, or new one."""
+        copies = {each: copy for each in held if (copy := self._kept(each)) is not None}
+        missing = [each for each in held if each not in copies]
+        nbytes = sum(each.nbytes for each in missing)
+        stats = self._host.pool_stats()
+        new: list[HostSlot] = []
+        try:
+            if stats.capacity is not None and nbytes > stats.capacity:
+                raise self._full(nbytes)
+            for group in groups(missing):
+                wanted = [(each.nbytes, each.dtype) for each in group]
+                new += self._host.reserve(wanted, more_room=self._make_room)
+        except BaseException as error:
+            for slot in new:
+                self._host.release(slot, None)
+            if isinstance(error, TierFull):
+                raise self._full(nbytes) from None
+            raise
+        for each, slot in zip(missing, new, strict=True):
+            copies[each] = HostCopy(slot, self._unused)
+            self._copies.add(copies[each])
+        return [(each, copies[each]) for each in held]
+
+    def _full(self, nbytes: int) -> TierFull:
+        stats = self._host.pool_stats()
+        capacity = stats.used if stats.capacity is None else stats.capacity
+        return TierFull(
+            "host",
+            needed=nbytes,
+            free=capacity - stats.used,
+            used=stats.used,
+            limit=capacity,
+            advice="nothing was offloaded. Raise host_bytes, or let go of modules that were offloaded before",
+        )
+
+    def _kept(self, held: HeldStorage) -> HostCopy | None:
+        copy = _kept_copies(held).get(_place(held))
+        if copy is None or copy not in self._copies or copy.given_up:
+            return None
+        fits = copy.slot.tensor.nbytes == held.nbytes and copy.slot.tensor.dtype is held.dtype
+        return copy if fits else None
+
+    def _copy(self, moves: Sequence[tuple[HeldStorage, HostCopy]]) -> None:
+        if not moves:
+            return
+        stream = self._memory.current_stream()
+        try:
+            for _, copy in moves:
+                if copy.event is not None:
+                    copy.event.synchronize()  # the last reload read it, maybe on behalf of another stream
+            ticket = self._engine.offload([(DeviceSlot(held.flat(), stream), copy.slot) for held, copy in moves])
+            ticket.event.synchronize()
+        except BaseException:
+            self._engine.synchronize()
+            raise
+
+    def _park(self, held: HeldStorage, copy: HostCopy, module: str, owner: object) -> None:
+        _kept_copies(held)[_place(held)] = copy
+        marks = dict(vars(held.storage))
+        parameter = held.members[0].parameter
+        of = _nothing if parameter is None else TensorWeakRef(parameter)
+        parked = Parked(copy, held.nbytes, held.dtype, marks, owner, of)
+        copy.event = None
+        self._parked.add(parked)
+        for member in held.members:
+            parked.tensors.append(TensorWeakRef(member.tensor))
+            send_away(member.tensor, f"{member.name} of {module}", parked)
+
+    def _bring(self, parked: Sequence[Parked]) -> None:
+        if not parked:
+            return
+        stream = self._memory.current_stream()
+        moves: list[tuple[HostSlot, DeviceSlot, None]] = []
+        try:
+            for each in parked:
+                moves.append((each.copy.slot, self._memory.reserve(each.nbytes, each.dtype, stream), None))
+            tickets = self._engine.reload(moves)
+        except BaseException as error:
+            if not isinstance(error, torch.OutOfMemoryError):
+                self._engine.synchronize()  # some copies may have been started
+            moves.clear()  # the traceback keeps this frame
+            raise
+        for each, (_, slot, _), ticket in zip(parked, moves, tickets, strict=True):
+            ticket.hold(stream, "reload")
+            each.copy.event = ticket.event
+            each.restore(slot.tensor)
+            if self._closed:
+                each.copy.give_up()
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """Host memory for the bytes of one storage, from one cycle to the next.
+
+    unused: where its slot goes when nobody can want it any more.
+    event: the end of a copy that reads it.
+    """
+
+    slot: HostSlot
+    unused: deque[tuple[HostSlot, Event | None]]
+    event: Event | None = None
+    given_up: bool = False
+
+    def give_up(self) -> None:
+        if not self.given_up:
+            self.given_up = True
+            self.unused.append((self.slot, self.event))
+
+    def __del__(self) -> None:
+        self.give_up()
+
+
+@dataclass(eq=False)
+class Parked:
+    """One storage that is away. Its tensors keep it, and not the other way round.
+
+    marks: the attributes of the storage.
+    owner: what is kept alive meanwhile.
+    parameter: whose gradient it is, or None.
+    orphaned: its manager was closed, and there was no room on the device.
+    """
+
+    copy: HostCopy
+    nbytes: int
+    dtype: torch.dtype
+    marks: dict[str, Any]
+    owner: object
+    parameter: Callable[[], torch.Tensor | None]
+    tensors: list[TensorWeakRef] = field(default_factory=list)
+    orphaned: bool = False
+
+    @property
+    def advice(self) -> str:
+        if self.orphaned:
+            return "its manager was closed when the device had no room for it. Free some, and call manager.reload()"
+        return "call manager.reload(module) before it is used"
+
+    def restore(self, flat: torch.Tensor) -> None:
+        """Makes its tensors views of new device memory."""
+        vars(flat.untyped_storage()).update(self.marks)
+        for reference in self.tensors:
+            tensor = reference()
+            if tensor is not None:
+                bring_back(tensor, flat)
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Inside, tensors are made that autograd and later work can use, whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _nothing() -> None:
+    """What is no parameter's gradient."""
+
+
+# Where the host memory of a storage waits for the next cycle: on the storage. New gradients come with new storages,
+# so that theirs waits on the parameter's.
+_COPIES = "_tiered_mem_copies"
+
+
+def _kept_copies(held: HeldStorage) -> dict[int, HostCopy]:
+    parameter = held.members[0].parameter
+    attributes: dict[str, Any]
+    if parameter is None:
+        attributes = vars(held.storage)
+    elif (known := away(parameter)) is None:
+        attributes = vars(parameter.untyped_storage())
+    else:
+        attributes = known.home.marks if isinstance(known.home, Parked) else {}
+    copies: dict[int, HostCopy] = attributes.setdefault(_COPIES, {})
+    return copies
+
+
+def _place(held: HeldStorage) -> int:
+    """Under which number the host memory waits: -1 is the storage's own, others are where a parameter begins."""
+    parameter = held.members[0].parameter
+    if parameter is None:
+        return -1
+    known = away(parameter)
+    return known.offset if known is not None else int(parameter.storage_offset())

@@ -1,0 +1,137 @@
+"""The device memory of a module, storage by storage, and whether it is the module's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from .away import away, can_go
+from .device import Device
+from .errors import OffloadRefused
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A tensor of a module. parameter: whose gradient it is."""
+
+    name: str
+    tensor: torch.Tensor
+    parameter: torch.Tensor | None = None
+
+
+class HeldStorage:
+    """A storage, and the module's tensors that lie in it: tied ones, or views of one flat buffer.
+
+    carrier: the tensor in whose elements the bytes are counted. What is no whole element of it belongs to none.
+    """
+
+    def __init__(self, members: list[Member]) -> None:
+        self.storage = members[0].tensor.untyped_storage()
+        self.members = members
+        self.carrier = min((member.tensor for member in members), key=lambda tensor: tensor.itemsize)
+        self.dtype = self.carrier.dtype
+        self.nbytes = self.storage.nbytes() // self.dtype.itemsize * self.dtype.itemsize
+
+    def uses(self) -> int:
+        """How often torch holds the storage."""
+        return int(torch._C._storage_Use_Count(self.storage._cdata))
+
+    def flat(self) -> torch.Tensor:
+        """All of it, as a 1-dimensional tensor."""
+        return self.carrier.detach().as_strided((self.nbytes // self.dtype.itemsize,), (1,), 0)
+
+
+def members(module: torch.nn.Module, *, gradients: bool) -> Iterator[Member]:
+    """The module's parameters, buffers and gradients; each tensor once."""
+    for name, parameter in module.named_parameters():
+        yield Member(name, parameter)
+        if gradients and parameter.grad is not None:
+            yield Member(f"{name}.grad", parameter.grad, parameter)
+    for name, buffer in module.named_buffers():
+        yield Member(name, buffer)
+
+
+def held_storages(module: torch.nn.Module, device: Device, *, gradients: bool) -> list[HeldStorage]:
+    """What of the module is on the device now. Raises OffloadRefused where a tensor has to stay there."""
+    found = [member for member in members(module, gradients=gradients) if _moves(member.tensor, device)]
+    present = {id(member.tensor): member for member in found}
+    for member in found:
+        _check(member, device)
+        base = member.tensor._base
+        if base is not None and id(base) not in present:
+            present[id(base)] = Member(f"{member.name}._base", base)
+            _check(present[id(base)], device)
+    together: dict[int, list[Member]] = {}
+    for member in present.values():
+        together.setdefault(member.tensor.untyped_storage()._cdata, []).append(member)
+    held = [HeldStorage(lying) for lying in together.values()]
+    _check_uses(held, present, device)
+    return held
+
+
+def _moves(tensor: torch.Tensor, device: Device) -> bool:
+    # A wrapper's own memory is none, so that it is not asked of a tensor whose type is not known.
+    return (
+        away(tensor) is None
+        and device.owns(tensor)
+        and not (can_go(tensor) and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0)
+    )
+
+
+def _check(member: Member, device: Device) -> None:
+    tensor = member.tensor
+    if not can_go(tensor):
+        reason = f"it is a {type(tensor).__qualname__}, and only plain tensors and parameters can leave"
+    elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        reason = "it is sparse, quantized or nested, and only dense tensors can leave"
+    elif tensor.is_conj() or tensor.is_neg():
+        reason = "it is a conjugate or negative view; resolve_conj() and resolve_neg() make a tensor of it"
+    elif tensor.grad_fn is not None:
+        reason = "autograd computed it, and its graph would be lost; detach() it"
+    elif not device.plain_layout(tensor):
+        reason = "it is in a private format of the NPU; torch_npu.npu_format_cast(tensor, 2) makes it a plain one"
+    else:
+        return
+    raise OffloadRefused(f"{member.name} cannot be offloaded: {reason}")
+
+
+def _check_uses(held: Iterable[HeldStorage], present: Mapping[int, Member], device: Device) -> None:
+    """Refuses what others use too: its memory would not come free, and they would not see it come back."""
+    # What torch counts for an object of ours by itself is found by looking at one.
+    alone = HeldStorage([Member("", torch.empty(1, device=device.torch_device))])
+    per_storage = alone.uses() - 1
+    per_tensor = _uses(alone.carrier)
+    views: dict[int, int] = {}
+    for member in present.values():
+        if member.tensor._base is not None:
+            views[id(member.tensor._base)] = views.get(id(member.tensor._base), 0) + 1
+    for each in held:
+        others = each.uses() - per_storage - len(each.members)
+        if others > 0:
+            raise _shared(each.members[0], f"{others} tensors that are not of the module use its memory")
+        for member in each.members:
+            known = per_tensor + views.get(id(member.tensor), 0) + (member.parameter is not None)
+            if _uses(member.tensor) > known:
+                raise _shared(member, "something that is not of the module holds it")
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How often torch holds the tensor, not counting the node that adds to its gradient."""
+    if not tensor.requires_grad or tensor.is_inference():
+        return int(tensor._use_count())  # type: ignore[attr-defined]
+    # The node may live or not, and it holds the tensor once. Here it lives.
+    with torch.inference_mode(False):
+        edge = get_gradient_edge(tensor)
+    uses = int(tensor._use_count()) - 1  # type: ignore[attr-defined]
+    del edge
+    return uses
+
+
+def _shared(member: Member, found: str) -> OffloadRefused:
+    return OffloadRefused(
+        f"{member.name} cannot be offloaded: {found}, such as a view, a flat buffer, a wrapper like "
+        "DistributedDataParallel, or the graph of a forward whose backward has not run. Let go of it first"
+    )

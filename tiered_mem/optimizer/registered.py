@@ -1,0 +1,102 @@
+"""The optimizers whose states a manager has."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Literal, get_args
+
+import torch
+
+from ..device import Device
+from ..spill.disk_tier import DiskTier
+from ..tiers import HostTier
+from ..transfer import TransferEngine
+from .residence import Exclusive
+from .residences import DiskResidences, HostResidences, Residences
+from .states import States
+from .tiered_optimizer import TieredOptimizer
+
+Residency = Literal["host", "disk", "device-until-offload"]
+
+
+class RegisteredOptimizers:
+    """Makes tiered optimizers of others, and knows them as long as they live.
+
+    Nothing here is to be called by who has the manager's lock: `exclusive` takes it.
+    """
+
+    def __init__(
+        self, device: Device, engine: TransferEngine, host: HostTier, disk: DiskTier | None, exclusive: Exclusive
+    ) -> None:
+        self._device = device
+        self._engine = engine
+        self._host = host
+        self._disk = disk
+        self._exclusive = exclusive
+        self._all: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
+        # An optimizer may die anywhere. Whoever calls next gives its memory back.
+        self._forgotten: deque[States] = deque()
+
+    def register(
+        self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int, residency: Residency, owner: object
+    ) -> TieredOptimizer:
+        """What `TieringManager.register_optimizer` does. owner: lives as long as what is returned."""
+        self.bury()
+        self._check(optimizer)
+        if residency not in get_args(Residency):
+            names = ", ".join(map(repr, get_args(Residency)))
+            raise ValueError(f"residency is {residency!r}; there are {names}")
+        residences: Residences = HostResidences(self._host, self._exclusive)
+        if residency == "disk":
+            if self._disk is None:
+                raise ValueError("residency 'disk' needs a disk tier: make the manager with a spill_dir")
+            residences = DiskResidences(self._host, self._disk, self._exclusive, bucket_bytes)
+        states = States(
+            optimizer,
+            self._device,
+            self._engine,
+            self._exclusive,
+            residences,
+            bucket_bytes=bucket_bytes,
+            stay=residency == "device-until-offload",
+        )
+        tiered = TieredOptimizer(optimizer, states, owner)
+        self._all.add(tiered)
+        weakref.finalize(tiered, self._forgotten.append, states).atexit = False
+        return tiered
+
+    def bury(self) -> None:
+        """Gives back the memory of optimizers that nobody has any more."""
+        while self._forgotten:
+            self._forgotten.popleft().close()
+
+    def progress(self) -> None:
+        """Goes on with files that can be written by now. Does not wait."""
+        if self._all:
+            for optimizer in list(self._all):
+                optimizer.states.progress()
+
+    def settle(self) -> None:
+        """Waits until every file is written."""
+        self.bury()
+        for optimizer in list(self._all):
+            optimizer.states.settle()
+
+    def close(self) -> None:
+        """Ends them all. Their states are gone."""
+        self.bury()
+        for optimizer in list(self._all):
+            optimizer.states.close()
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"a torch.optim.Optimizer is needed, and this is a {type(optimizer).__name__}")
+        if isinstance(optimizer, TieredOptimizer) or any(other.wrapped is optimizer for other in self._all):
+            raise ValueError("the optimizer is registered already: use what register_optimizer returned then")
+        for option in ("capturable", "differentiable"):
+            if any(group.get(option) for group in optimizer.param_groups):
+                raise ValueError(
+                    f"an optimizer with {option}=True cannot be tiered: its states have to stay where they are. "
+                    f"Make it with {option}=False"
+                )
