@@ -191,9 +191,8 @@ class Drive:
             ahead = number + self.AHEAD
             if ahead < len(self._records):
                 if ahead >= self.SLOTS:
-                    end(
-                        self._records[ahead - self.SLOTS].job
-                    )  # its write is from the memory that is to be read into
+                    # Its write is from the memory that is to be read into.
+                    end(self._records[ahead - self.SLOTS].job)
                 reads.append(self._read(ahead))
             self._tier.release(record)
             self._records[number] = self._write(number)

@@ -13,9 +13,10 @@ operation it is 2 to 5 ns: see --foreach. Kernels and copies of the emulated dev
 kernels are given one of them, so that the copies find another. On hardware, the link's time is that of the copies
 alone.
 
-In each round everyone takes one step, in an order that is another each time. A step ends when all that it began
-has: also what is written to the drive, which otherwise would go on behind it. What is told are medians. The first
-round, in which states are made and files are laid out, does not count. All start from the same parameters, and have
+In each round everyone takes some steps in a row, in an order that is another each time; a step is that time over
+their number. They end when all that they began has: also what is written to the drive, which otherwise would go on
+behind them. What is told are medians. The first round, in which states are made and files are laid out, does not
+count. All start from the same parameters, and have
 to end with the same, to the last bit.
 """
 
@@ -178,23 +179,24 @@ def measure(contestants: Sequence[Contestant], options: argparse.Namespace, devi
     spent: dict[str, list[Spent]] = {each.name: [] for each in contestants}
     for number in track(range(options.rounds + 1), description="rounds"):
         for each in random.sample(contestants, len(contestants)):
-            took = timed(each, device)
+            took = timed(each, device, options.steps)
             if number:
                 spent[each.name].append(took)
     return spent
 
 
-def timed(contestant: Contestant, device: Any) -> Spent:
-    """From an idle device to an idle device."""
+def timed(contestant: Contestant, device: Any, steps: int) -> Spent:
+    """One of so many steps in a row, from an idle device to an idle device."""
     device.synchronize()
     device.reset_peak_memory_stats()
     before = device.memory_allocated()
     cpu, wall = time.process_time(), time.perf_counter()
-    contestant.step()
+    for _ in range(steps):
+        contestant.step()
     device.synchronize()
     contestant.wait()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Spent(wall, cpu, device.max_memory_allocated() - before)
+    return Spent(wall / steps, cpu / steps, device.max_memory_allocated() - before)
 
 
 def show(found: Found, console: Console) -> None:
@@ -255,7 +257,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--link", type=rate, default="2GB/s", help="of the emulated device, each direction")
     parser.add_argument("--threads", type=int, default=1, help="processors for the emulated device's kernels")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the drive to measure")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="in each round, in a row")
     parser.add_argument("--seed", type=int, default=0, help="of the data and of the order")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()

@@ -1,9 +1,9 @@
 """Two models in the memory of one: a GPT that is trained, and another that generates while the first is away.
 
 As in reinforcement learning a round has two phases. First the generator writes bytes; then the learner is trained
-on the text and on what was written, by AdamW, whose states come and go with it. The rounds run three times from one seed: with ample device memory and both
-models there, with a budget for one of them, which ends in OutOfMemoryError, and with that budget and the model that
-rests offloaded. Losses and bytes of the first and the last are equal.
+on the text and on what was written, by AdamW, whose states come and go with it. The rounds run three times from one
+seed: with ample device memory and both models there, with a budget for one of them, which ends in OutOfMemoryError,
+and with that budget and the model that rests offloaded. Losses and bytes of the first and the last are equal.
 """
 
 from __future__ import annotations

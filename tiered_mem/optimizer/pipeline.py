@@ -16,7 +16,7 @@ from .residence import Residence
 from .ring import Range, Ring
 
 # How many buckets a step is ahead with reads from disk.
-_AHEAD = 2
+AHEAD = 3
 
 
 class Pipeline:
@@ -63,7 +63,7 @@ class Pipeline:
                 self._bring(bucket, changing[bucket], window_bytes)
                 if bucket.runs(changing[bucket]):
                     raise RuntimeError("a bucket found no place in the window, though all before it have left")
-                following = buckets[index + 1 : index + 1 + _AHEAD]
+                following = buckets[index + 1 : index + 1 + AHEAD]
                 for ahead in following:
                     if ahead.residence is not None and ahead.runs(changing[ahead]):
                         ahead.residence.fetch()

@@ -13,6 +13,9 @@ from .home import Home, State
 from .residence import Exclusive, check_exists, check_turn, wait_for
 from .staging_slots import StagingSlots
 
+# Seconds between two looks at what has ended, while the host waits for a read.
+_LOOK_AGAIN = 1e-3
+
 
 class Staging:
     """A few host slots, each of which has the bytes of one bucket at a time, or none.
@@ -132,7 +135,8 @@ class Staging:
                 self._begin_read(home, home.record, slot)
         if home.write is not None:
             # The write reads the slot, which whoever takes it may change.
-            self._wait_for_job(home.write.job)
+            self.waits += not home.write.job.done
+            home.write.job.wait()
             self._end_write(home, home.write)
         if home.read is not None:
             self._end_read(home, home.read, blank)
@@ -204,10 +208,6 @@ class Staging:
         self._vacate(home, job)
         return True
 
-    def _wait_for_job(self, job: Job) -> None:
-        self.waits += not job.done
-        job.wait()
-
     def _begin_read(self, home: Home, record: Record, slot: HostSlot) -> None:
         try:
             home.read = self._disk.read(record, [(0, slot.tensor.data_ptr())])
@@ -218,7 +218,9 @@ class Staging:
 
     def _end_read(self, home: Home, job: Job, blank: bool) -> None:
         """Waits for a read. Raises what went wrong, unless the bytes are not needed."""
-        self._wait_for_job(job)
+        self.waits += not job.done
+        while not job.wait(_LOOK_AGAIN):
+            self.progress()  # what has left the device meanwhile can be written
         home.read = None
         error = job.error
         if error is not None and not blank:

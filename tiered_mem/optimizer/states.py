@@ -18,7 +18,7 @@ from ..transfer import TransferEngine
 from .backward_watch import BackwardWatch
 from .bucket import Bucket, Leaving, pack
 from .partial_step import Param, PartialStep, State
-from .pipeline import Pipeline
+from .pipeline import AHEAD, Pipeline
 from .residences import Residences
 from .trial import Trial
 
@@ -132,12 +132,19 @@ class States:
                 raise InterruptedStep(*self._broken) from error
             raise
         if self._away:
-            self._residences.progress()
+            self.progress()
             self._watch.step_ends(self._known)
 
     def progress(self) -> None:
-        """Goes on with files that can be written by now. Does not wait."""
+        """Goes on with files: writes what can be written by now, and reads what the next step begins with.
+
+        Does not wait.
+        """
         self._residences.progress()
+        if self._broken is None and not self._closed:
+            for bucket in self.buckets[:AHEAD]:
+                if bucket.residence is not None and bucket.away():
+                    bucket.residence.fetch()
 
     def settle(self) -> None:
         """Waits until every file is written."""

@@ -95,9 +95,9 @@ class Job:
         """What went wrong. None while it is under way, and after success."""
         return self._error
 
-    def wait(self) -> None:
-        """Return when it has ended. Does not raise what went wrong: look at `error`."""
-        self._finished.wait()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return when it has ended, or after so many seconds; whether it has. Raises nothing: see `error`."""
+        return self._finished.wait(seconds)
 
     def _begin(self) -> Callable[[], None]:
         run, self._run = self._run, _nothing
