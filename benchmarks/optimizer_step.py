@@ -16,8 +16,7 @@ alone.
 In each round everyone takes some steps in a row, in an order that is another each time; a step is that time over
 their number. They end when all that they began has: also what is written to the drive, which otherwise would go on
 behind them. What is told are medians. The first round, in which states are made and files are laid out, does not
-count. All start from the same parameters, and have
-to end with the same, to the last bit.
+count. All start from the same parameters, and have to end with the same, to the last bit.
 """
 
 from __future__ import annotations

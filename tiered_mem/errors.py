@@ -74,17 +74,19 @@ def changed_tensor(
 
 
 class InterruptedStep(TieredMemError, RuntimeError):
-    """An optimizer's step ended in the middle: some parameters and states are from after it, others from before.
+    """An optimizer's step, or a load of its states, ended in the middle.
 
-    stepped: how many buckets were stepped, of how many.
+    Some parameters and states are from after it, others from before. stepped: how many buckets were through, of how
+    many.
     """
 
-    def __init__(self, optimizer: str, stepped: int, of: int) -> None:
+    def __init__(self, optimizer: str, stepped: int, of: int, *, loading: bool = False) -> None:
         self.stepped, self.of = stepped, of
+        what, done = ("load", "loaded") if loading else ("step", "stepped")
         super().__init__(
-            f"a step of {optimizer} ended when {stepped} of {of} buckets had been stepped, and maybe a part of the "
-            "next: its parameters and states are partly from before. Load the model's and the optimizer's state "
-            "from a checkpoint"
+            f"a {what} of {optimizer} ended when {stepped} of {of} buckets had been {done}, and maybe a part of "
+            "the next: its parameters and states are partly from before. Load the model's and the optimizer's "
+            "state from a checkpoint"
         )
 
 

@@ -23,26 +23,27 @@ def run(
     """
     if os.environ.get("ASCEND_EMULATOR_RACES") == "1":
         pytest.skip("starts a process with options of its own, which the run without the detector does already")
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ASCEND_", "TORCH_", "TASK_QUEUE_", "LD_LIBRARY_PATH", "PYTHONPATH"))
-    }
     # Without the folder that makes a child process one of this process's device.
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder not in ("", str(CHILD))]
     if pythonpath is not None:
         folders.insert(0, str(pythonpath))
     if folders:
-        inherited["PYTHONPATH"] = ":".join(folders)
+        environment = {"PYTHONPATH": ":".join(folders)} | environment
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=inherited | environment,
+        env=plain_environment(**environment),
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    """This process's environment without what there is of Ascend, the emulator, torch and Python's path."""
+    strange = ("ASCEND_", "TORCH_", "TASK_QUEUE_", "LD_LIBRARY_PATH", "PYTHONPATH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(strange)} | more
 
 
 def write_script(folder: Path, text: str) -> str:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.optimizer.rig import MIB, Rig
+from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
+from tiered_mem.spill.disk_tier import DiskTier
 
 
 class MakeTiered:
@@ -29,10 +31,11 @@ class MakeTiered:
         residency: str = "host",
         bucket_bytes: int | str = 8192,
         host_bytes: str = "64MiB",
-        spill_bytes: str = "64MiB",
+        device: str | None = None,
     ) -> TieredOptimizer:
-        disk = {"spill_dir": self._folder, "spill_bytes": spill_bytes} if residency == "disk" else {}
-        self._managers.append(TieringManager(policy="lru", device=self._device, host_bytes=host_bytes, **disk))
+        device = device or self._device
+        disk = DiskTier(self._folder, capacity=64 << 20, files=DeclaredFiles()) if residency == "disk" else None
+        self._managers.append(TieringManager(policy="lru", device=device, host_bytes=host_bytes, disk=disk))
         return self.manager.register_optimizer(optimizer, bucket_bytes=bucket_bytes, residency=residency)
 
     @property
@@ -51,7 +54,9 @@ class MakeTiered:
 
 @pytest.fixture
 def make_tiered(device: str, tmp_path: Path) -> Iterator[MakeTiered]:
-    make = MakeTiered(device, tmp_path)
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    make = MakeTiered(device, folder)
     yield make
     make.check()
 

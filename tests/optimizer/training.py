@@ -73,7 +73,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(optimizer: Optimizer, params: Params) -> Outcome:
-    return Outcome([param.detach().cpu() for param in params], _on_cpu(optimizer.state_dict()))
+    return Outcome([param.detach().cpu() for param in params], on_cpu(optimizer.state_dict()))
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
@@ -83,12 +83,13 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
     )
 
 
-def _on_cpu(thing: Any) -> Any:
+def on_cpu(thing: Any) -> Any:
+    """A copy in which all tensors are copies on the CPU."""
     if isinstance(thing, torch.Tensor):
         return thing.detach().cpu().clone()
     if isinstance(thing, dict):
-        return {key: _on_cpu(value) for key, value in thing.items()}
-    return [_on_cpu(value) for value in thing] if isinstance(thing, list) else thing
+        return {key: on_cpu(value) for key, value in thing.items()}
+    return [on_cpu(value) for value in thing] if isinstance(thing, list) else thing
 
 
 def _differ(name: str, one: Any, other: Any) -> Iterator[str]:

@@ -9,9 +9,10 @@ import torch
 
 from ..device import Device, Stream
 from ..tiers import DeviceSlot, HostSlot
-from .layout import Field, as_bytes, fields_of, movable_parts
+from .layout import Field, as_bytes, fields_of, movable_parts, room_for
 from .partial_step import Param, State
 from .residence import Residence
+from .snapshot import on_cpu
 
 
 class Away:
@@ -54,13 +55,6 @@ class Bucket:
             isinstance(self.states.get(param, {}).get(field.key), torch.Tensor)
             for param, fields in self.fields.items()
             for field in fields
-        )
-
-    @property
-    def largest(self) -> int:
-        """The bytes of the largest state of a single parameter."""
-        return max(
-            (fields[-1].parts[-1].end - fields[0].parts[0].offset for fields in self.fields.values()), default=0
         )
 
     def runs(self, params: Set[Param]) -> list[tuple[int, int]]:
@@ -107,20 +101,15 @@ class Bucket:
         self.nbytes = end
 
     def copies(self, param: Param, cpu: torch.Tensor | None) -> State:
-        """The state of a parameter, with copies in place of what is away or on the CPU.
+        """A copy of a parameter's state on the CPU.
 
         cpu: the bucket's bytes, if anything is away.
         """
         fields = {field.key: field for field in self.fields.get(param, ())}
-        copied: State = {}
-        for key, value in self.states[param].items():
-            if isinstance(value, Away) and cpu is not None:
-                copied[key] = fields[key].of(cpu).clone()
-            elif isinstance(value, torch.Tensor) and value.is_cpu:
-                copied[key] = value.clone()
-            else:
-                copied[key] = value
-        return copied
+        return {
+            key: fields[key].of(cpu).clone() if isinstance(value, Away) and cpu is not None else on_cpu(value)
+            for key, value in self.states[param].items()
+        }
 
     def leave(self, host: HostSlot, stream: Stream, changed: Set[Param], device: Device) -> Leaving:
         """What has to be copied to the host, so that no tensor of these states is needed on the device.
@@ -184,20 +173,24 @@ def pack(params: Sequence[tuple[Param, State]], device: Device, limit: int) -> l
     """
     buckets: list[Bucket] = []
     still: list[Param] = []
+    some: list[Param] = []
     fields: dict[Param, tuple[Field, ...]] = {}
-    end = 0
+    used = end = 0
     for param, state in params:
-        alone = fields_of(state, device, 0)
-        if not alone:
+        room = room_for(param, state, device)
+        if not room:
             still.append(param)
             continue
-        if fields and end + alone[-1].parts[-1].end > limit:
-            buckets.append(Bucket(list(fields), fields))
-            fields, end = {}, 0
-        fields[param] = fields_of(state, device, end)
-        end = fields[param][-1].parts[-1].end
-    if fields:
-        buckets.append(Bucket(list(fields), fields))
+        if some and used + room > limit:
+            buckets.append(Bucket(some, fields))
+            some, fields, used, end = [], {}, 0, 0
+        some.append(param)
+        used += room
+        if placed := fields_of(state, device, end):
+            fields[param] = placed
+            end = placed[-1].parts[-1].end
+    if some:
+        buckets.append(Bucket(some, fields))
     if still:
         buckets.append(Bucket(still, {}))
     return buckets
@@ -213,7 +206,7 @@ def _fits(values: Iterable[tuple[object, object]], fields: Sequence[Field], devi
             if key in known and isinstance(value, torch.Tensor):
                 return False
             continue
-        if key not in known or len(pieces.tensors) != len(known[key].parts):
+        if key not in known or pieces.kind != known[key].kind or len(pieces.tensors) != len(known[key].parts):
             return False
         for tensor, part in zip(pieces.tensors, known[key].parts, strict=True):
             if (tensor.dtype, tensor.shape, tensor.stride()) != (part.dtype, part.shape, part.stride):

@@ -9,6 +9,7 @@ import torch
 
 from ..device import Device
 from ..parts import Rebuild, take_apart
+from .sharding import largest_share, local_shape, spread_of
 
 # The caching allocators hand out memory at such addresses, and kernels may rely on it.
 _ALIGNMENT = 512
@@ -18,12 +19,13 @@ class Field(NamedTuple):
     """One tensor of a state, plain or a wrapper, as a DTensor is.
 
     key: its name in the state. parts: the plain tensors that it consists of. rebuild: makes a wrapper of them; None
-    for a plain tensor.
+    for a plain tensor. kind: differs between wrappers that `rebuild` does not make of one another's parts.
     """
 
     key: Hashable
     parts: tuple[Part, ...]
     rebuild: Rebuild | None
+    kind: object
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor over a bucket's bytes, 1-dimensional uint8 of any device."""
@@ -60,15 +62,33 @@ def fields_of(state: Mapping[Any, Any], device: Device, start: int) -> tuple[Fie
         for piece in pieces.tensors:
             parts.append(Part(start, piece.nbytes, piece.dtype, piece.shape, piece.stride()))
             start = parts[-1].end
-        fields.append(Field(key, tuple(parts), pieces.rebuild))
+        fields.append(Field(key, tuple(parts), pieces.rebuild, pieces.kind))
     return tuple(fields)
 
 
+def room_for(param: torch.Tensor, state: Mapping[Any, Any], device: Device) -> int:
+    """The bytes that a parameter's state takes in a bucket; of a DTensor, in the process that has most of it.
+
+    All processes come to the same number, even one whose part of the tensor is empty. So their buckets have the
+    same parameters, and a collective operation in one's step meets the same one in the others'.
+    """
+    if spread_of(param) is None:
+        fields = fields_of(state, device, 0)
+        return fields[-1].parts[-1].end if fields else 0
+    room = 0
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and device.owns(value):
+            like = param if spread_of(value) is None and value.shape == local_shape(param) else value
+            room += _padded(largest_share(like) * value.element_size())
+    return room
+
+
 class Pieces(NamedTuple):
-    """The plain tensors that a tensor consists of, and what makes such a tensor of others."""
+    """The plain tensors that a tensor consists of, and what makes such a tensor of others. See `Field`."""
 
     tensors: Sequence[torch.Tensor]
     rebuild: Rebuild | None
+    kind: object
 
 
 def movable_parts(value: object, device: Device) -> Pieces | None:
@@ -80,14 +100,14 @@ def movable_parts(value: object, device: Device) -> Pieces | None:
     if not isinstance(value, torch.Tensor):
         return None
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return Pieces([value.detach()], None) if _moves(value, device) else None
+        return Pieces([value.detach()], None, None) if _moves(value, device) else None
     apart = take_apart(value)
     if apart is None:
         return None
     parts = [part for part in apart.parts if part is not None]
     if len(parts) < len(apart.parts) or not parts or not all(_moves(part, device) for part in parts):
         return None
-    return Pieces(parts, apart.rebuild)
+    return Pieces(parts, apart.rebuild, (type(value), value.shape, spread_of(value)))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .bucket import Bucket, Leaving, pack
 from .partial_step import Param, PartialStep, State
 from .pipeline import AHEAD, Pipeline
 from .residences import Residences
+from .snapshot import on_cpu
 from .trial import Trial
 
 _log = logging.getLogger("tiered_mem.optimizer")
@@ -31,6 +33,8 @@ class States:
     bucket_bytes: half of the device memory that states pass through in a step, a parameter aside whose state is
     larger. A bucket has at most half as much, so that one can come and one leave while one is stepped.
     stay: they stay on the device until `offload`, and are there again after `reload`.
+
+    version: another one whenever states have changed.
 
     Raises ValueError for an optimizer that cannot be stepped bucket by bucket, and TierFull where there is not
     enough room for all of its states.
@@ -58,7 +62,8 @@ class States:
         self._pipeline = Pipeline(device, engine, exclusive)
         self.buckets: list[Bucket] = []
         self._known: set[Param] = set()
-        self._broken: tuple[str, int, int] | None = None
+        self._broken: Callable[[], InterruptedStep] | None = None
+        self.version = 0
         self._closed = False
         prefetch = weakref.WeakMethod(self._prefetch)
         self._watch = BackwardWatch(lambda: None if (call := prefetch()) is None else call())
@@ -70,6 +75,7 @@ class States:
 
         Raises TierFull and torch.OutOfMemoryError; the optimizer has its states then as before.
         """
+        self.version += 1
         trial = Trial(self._optimizer, self._device)
         pairs: list[tuple[Param, State]] = []
         for group in self._optimizer.param_groups:
@@ -100,9 +106,9 @@ class States:
         Raises InterruptedStep if it ends in the middle, and at every call after that.
         """
         self.check()
-        if any(param not in self._known for group in self._optimizer.param_groups for param in group["params"]):
-            self.adopt()
-        partial = PartialStep(self._optimizer)
+        self._adopt_unknown()
+        self.version += 1
+        step_of = PartialStep(self._optimizer)
         changing: dict[Bucket, set[Param]] = {
             bucket: {param for param in bucket.params if param.grad is not None} for bucket in self.buckets
         }
@@ -114,7 +120,7 @@ class States:
             begun += bool(changing[bucket])
             away = {param for param in bucket.states if bucket.away([param])}
             here = {param: state for param, state in bucket.states.items() if param not in away}
-            bucket.states.update(partial.step(bucket.params, here, away))
+            bucket.states.update(step_of.step(bucket.params, here, away))
             stepped += bool(changing[bucket])
             return bucket.fits(self._device)
 
@@ -123,13 +129,13 @@ class States:
                 self._pipeline.run(self.buckets, changing, step, self._replace, self._window_bytes())
             else:
                 begun = 1
-                self._step_in_place(partial)
+                self._step_in_place(step_of)
         except BaseException as error:
             if not begun:
                 raise
-            self._broken = (type(self._optimizer).__name__, stepped, len(self.buckets))
+            self._broken = partial(InterruptedStep, self._name, stepped, len(self.buckets))
             if isinstance(error, Exception):
-                raise InterruptedStep(*self._broken) from error
+                raise self._broken() from error
             raise
         if self._away:
             self.progress()
@@ -187,19 +193,15 @@ class States:
         self._away = False
 
     def snapshot(self) -> dict[Any, Any]:
-        """All states by parameter, and what else the optimizer keeps.
-
-        What is away, or a counter on the CPU, is a copy in pageable memory; what is on the device is the state
-        itself.
-        """
+        """Copies of all states by parameter, and of what else the optimizer keeps, in pageable memory."""
         self.check()
-        whole: dict[Any, Any] = dict(self._optimizer.state)
+        self._pipeline.give_up()  # what has come early for the next step
+        whole: dict[Any, Any] = {key: on_cpu(value) for key, value in self._optimizer.state.items()}
         for bucket in self.buckets:
-            whole |= self.copies(bucket)
+            whole |= self._copies(bucket)
         return whole
 
-    def copies(self, bucket: Bucket) -> dict[Param, State]:
-        """The states of a bucket, as in `snapshot`."""
+    def _copies(self, bucket: Bucket) -> dict[Param, State]:
         cpu = bucket.residence.copy_out() if bucket.residence is not None and bucket.away() else None
         return {param: bucket.copies(param, cpu) for param in bucket.params if param in bucket.states}
 
@@ -210,31 +212,57 @@ class States:
     def copies_with(self, key: Any) -> dict[Any, State]:
         """The states of the bucket that a parameter is in, as in `snapshot`; its own is empty if it has none."""
         self.check()
+        self._pipeline.give_up()
         for bucket in self.buckets:
             if key in bucket.states:
-                return self.copies(bucket)
-        return {key: self._optimizer.state.get(key, {})}
+                return self._copies(bucket)
+        return {key: on_cpu(self._optimizer.state.get(key, {}))}
 
-    def load(self, load: Callable[[Sequence[Param] | None], None]) -> None:
+    def load(self, load: Callable[[Sequence[Param]], None], at_once: bool) -> None:
         """Replaces all states. Afterwards a step that was interrupted is of no matter any more.
 
-        load: has the optimizer load what concerns no parameter, for None, and then the states of some parameters,
-        which it puts on the device.
+        load: has the optimizer load the states of some parameters, which it puts on the device, and whatever
+        belongs to no parameter. at_once: it is called once for all parameters, and otherwise for each bucket, after
+        a call for none.
+
+        Raises what `load` does. If that has changed nothing, all states are as before; otherwise check() says so.
         """
         if self._closed:
             self.check()
         self._pipeline.give_up()
-        load(None)
-        for bucket in self.buckets:
-            load(bucket.params)
-            bucket.forget_flat()
-            state = self._optimizer.state
-            bucket.states = {param: state.pop(param) for param in bucket.params if param in state}
-            if not bucket.fits(self._device):
-                self._replace(bucket)
-            elif self._away:
-                self._send_away([bucket])
+        self._adopt_unknown()
+        before = self._optimizer.state
+        loaded = 0
+        try:
+            load([param for bucket in self.buckets for param in bucket.params] if at_once else [])
+            others = {key: value for key, value in self._optimizer.state.items() if key not in self._known}
+            for bucket in self.buckets:
+                if not at_once:
+                    load(bucket.params)
+                self._renew(bucket)
+                loaded += 1
+        except BaseException:
+            if self._optimizer.state is not before:
+                self._broken = partial(InterruptedStep, self._name, loaded, len(self.buckets), loading=True)
+            raise
+        self._optimizer.state.clear()
+        self._optimizer.state.update(others)
         self._broken = None
+
+    def _renew(self, bucket: Bucket) -> None:
+        """Takes over the states that the optimizer has now of the parameters of a bucket."""
+        self.version += 1
+        bucket.forget_flat()
+        state = self._optimizer.state
+        bucket.states = {param: state.pop(param) for param in bucket.params if param in state}
+        if not bucket.fits(self._device):
+            self._replace(bucket)
+        elif self._away:
+            self._send_away([bucket])
+
+    def _adopt_unknown(self) -> None:
+        if any(param not in self._known for group in self._optimizer.param_groups for param in group["params"]):
+            self.adopt()
 
     def check(self) -> None:
         """Raises Closed or InterruptedStep where the states cannot be used."""
@@ -243,11 +271,12 @@ class States:
                 "the manager is closed, and with it the states of the optimizer are gone: take state_dict() before"
             )
         if self._broken is not None:
-            raise InterruptedStep(*self._broken)
+            raise self._broken()
 
     def close(self) -> None:
         """Gives back all memory. The states are gone."""
         self._closed = True
+        self.version += 1
         self._watch.close()
         self._pipeline.give_up()
         for bucket in self.buckets:
@@ -257,13 +286,12 @@ class States:
         self._residences.close()
 
     @property
-    def largest(self) -> int:
-        """The bytes of the largest state of a single parameter."""
-        return max((bucket.largest for bucket in self.buckets), default=0)
+    def _name(self) -> str:
+        return type(self._optimizer).__name__
 
-    def _step_in_place(self, partial: PartialStep) -> None:
+    def _step_in_place(self, step_of: PartialStep) -> None:
         everything = {param: state for bucket in self.buckets for param, state in bucket.states.items()}
-        states = partial.step([param for bucket in self.buckets for param in bucket.params], everything, ())
+        states = step_of.step([param for bucket in self.buckets for param in bucket.params], everything, ())
         for bucket in self.buckets:
             bucket.states = {param: states[param] for param in bucket.params if param in states}
             if not bucket.fits(self._device):
@@ -281,7 +309,8 @@ class States:
 
     def _window_bytes(self) -> int:
         # Room for one that comes, one that is stepped, one that leaves, and for what is lost where the ring ends.
-        large = self.largest if self.largest > self._bucket_bytes // 2 else 0
+        largest = max((bucket.nbytes for bucket in self.buckets), default=0)
+        large = largest if largest > self._bucket_bytes // 2 else 0
         return min(2 * self._bucket_bytes + large, sum(bucket.nbytes for bucket in self.buckets))
 
     def _settle_down(self, buckets: Sequence[Bucket]) -> None:
@@ -325,7 +354,7 @@ class States:
         except TierFull as error:
             _log.warning(
                 "%s of states of %s have changed their shapes, and stay on the device: %s",
-                *(format_bytes(bucket.nbytes), type(self._optimizer).__name__, error),
+                *(format_bytes(bucket.nbytes), self._name, error),
             )
         else:
             if self._away:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from functools import partial
 from typing import Any, NoReturn, overload
 
 import torch
 
 from .partial_step import Param, State
+from .snapshot import on_cpu
 from .states import States
 
 
@@ -21,7 +22,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     closures and gradient scalers work with it.
 
     `state` gives copies, in which changes are of no effect; so does `state_dict`, in the format of the other
-    optimizer. Neither takes device memory.
+    optimizer. These are on the CPU, and take no device memory.
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, states: States, manager: object) -> None:
@@ -87,14 +88,18 @@ class TieredOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """A snapshot in the wrapped optimizer's format: later steps do not change it.
 
-        What was away is in pageable memory of its own. DTensors are DTensors.
+        All tensors are on the CPU, in pageable memory of their own. DTensors are DTensors.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         wrapped, rest = self._wrapped, self._wrapped.state
         try:
-            wrapped.state = self._states.snapshot()  # type: ignore[assignment]
-            packed = wrapped.state_dict()
+            wrapped.state = defaultdict(dict, self._states.snapshot())
+            copied = [
+                value for state in wrapped.state.values() if isinstance(state, dict) for value in state.values()
+            ]
+            # Whatever else it may keep, such as a learning rate that is a tensor.
+            packed: dict[str, Any] = on_cpu(wrapped.state_dict(), set(map(id, copied)))
         finally:
             wrapped.state = rest
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -102,31 +107,36 @@ class TieredOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` of this or of an unwrapped optimizer gave. It passes the device bucket by bucket.
+        """Takes what `state_dict` of this or of an unwrapped optimizer gave, of which it keeps nothing but copies.
+
+        It passes the device bucket by bucket; where the wrapped optimizer has a load_state_dict of its own, as a
+        whole.
 
         Raises what the wrapped optimizer does, with all states as before if the groups do not match.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(pre_hook(self, state_dict), state_dict)
-        saved, groups = state_dict["state"], state_dict["param_groups"]
-        names = list(chain.from_iterable(group["params"] for group in groups))
-
-        def load(params: Sequence[Param] | None) -> None:
-            known = [param for group in self._wrapped.param_groups for param in group["params"]]
-            if params is None:
-                some = {key: value for key, value in saved.items() if key not in set(names)}
-            else:
-                name_of = dict(zip(known, names, strict=True))
-                some = {name_of[param]: saved[name_of[param]] for param in params if name_of[param] in saved}
-            self._wrapped.load_state_dict({**state_dict, "state": some})
-
+        at_once = type(self._wrapped).load_state_dict is not torch.optim.Optimizer.load_state_dict
         try:
-            self._states.load(load)
+            self._states.load(partial(self._load, state_dict, at_once), at_once)
         finally:
             self.param_groups = self._wrapped.param_groups
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _load(self, state_dict: dict[str, Any], everything: bool, params: Sequence[Param]) -> None:
+        # A copy: torch would take over what is on the right device already.
+        if everything:
+            self._wrapped.load_state_dict(on_cpu(state_dict))
+            return
+        saved = state_dict["state"]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        known = [param for group in self._wrapped.param_groups for param in group["params"]]
+        name_of = dict(zip(known, names, strict=False))  # where there are more of one, loading says so
+        chosen = {name_of.get(param) for param in params} | (saved.keys() - names)
+        some = {name: on_cpu(state) for name, state in saved.items() if name in chosen}
+        self._wrapped.load_state_dict({**state_dict, "state": some})
 
     def __repr__(self) -> str:
         return f"Tiered{self._wrapped!r}"
@@ -147,11 +157,18 @@ class _Copies(Mapping[Any, Any]):
     def __init__(self, states: States) -> None:
         self._states = states
         self._copied: dict[Any, State] = {}  # of the bucket that was asked for last
+        self._version = states.version
 
     def __getitem__(self, key: Any) -> State:
-        if key not in self._copied:
+        if key not in self._copied or self._version != self._states.version:
+            self._version = self._states.version
             self._copied = self._states.copies_with(key)
         return self._copied[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._states.keys())
@@ -160,7 +177,7 @@ class _Copies(Mapping[Any, Any]):
         return len(self._states.keys())
 
     def __contains__(self, key: object) -> bool:
-        return key in set(self)
+        return key in set(self)  # a list would compare tensors by their values
 
 
 _HOOKS = (

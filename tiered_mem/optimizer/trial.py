@@ -12,6 +12,8 @@ import torch
 from ..device import Device
 from ..parts import plain_tensors
 from .partial_step import NeedsAll, Param, PartialStep, State
+from .sharding import gathered, spread_of
+from .snapshot import with_tensors
 
 # Some optimizers make the last of their tensors in the second step.
 _STEPS = 2
@@ -39,6 +41,7 @@ class Trial:
             param.device,
             param.shape,
             param.stride() if param.layout is torch.strided else None,
+            spread_of(param),  # and not what this process has of it: all make the same trials
         )
         if alike not in self._known:
             with self._undisturbed():
@@ -70,7 +73,8 @@ class Trial:
                     states = {param: apart.state[param]} if param in apart.state else {}
                     apart.state.update(step.step([param], states, ()))
             for one, other in zip(_params(together), _params(apart), strict=True):
-                if not _bits_equal(one, other):
+                # As a whole, for all processes are to find the same.
+                if not _bits_equal(gathered(one.detach()), gathered(other.detach())):
                     raise NeedsAll(self._optimizer, "two parameters together and one by one come out differently")
 
     def _tried(self, param: Param, group: State) -> State:
@@ -81,7 +85,7 @@ class Trial:
                 twin.grad = _gradient(twin, 1)
                 copy.step()
         except RuntimeError as error:
-            if not twin.is_cpu and "sparse" not in str(error).lower():
+            if "sparse" not in str(error).lower():
                 raise
             # SparseAdam takes no other.
             copy = self._copy([(param, group)])
@@ -94,16 +98,18 @@ class Trial:
     def _copy(self, pairs: list[tuple[Param, State]]) -> torch.optim.Optimizer:
         """An optimizer of the same kind, with the same options and copies of these parameters in their groups."""
         copy: torch.optim.Optimizer = object.__new__(type(self._optimizer))
-        vars(copy).update(vars(self._optimizer))
-        vars(copy).pop("step", None)  # that of a scheduler
-        copy.state = defaultdict(dict)
+        others = {name: value for name, value in vars(self._optimizer).items() if name not in _ITS_OWN}
+        vars(copy).update(with_tensors(others, _clone))
+        kept = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        copy.state = defaultdict(dict, with_tensors(kept, _clone))
         for name in _HOOKS:
             setattr(copy, name, OrderedDict())
         groups: dict[int, State] = {}
         for param, group in pairs:
             mine = groups.setdefault(id(group), {**group, "params": []})
             twin = torch.nn.Parameter(torch.zeros_like(param.detach()), requires_grad=True)
-            vars(twin).update(vars(param))
+            # But for what a wrapper has there itself, such as its parts.
+            vars(twin).update((name, value) for name, value in vars(param).items() if name not in vars(twin))
             mine["params"].append(twin)
         copy.param_groups = list(groups.values())
         return copy
@@ -141,7 +147,13 @@ class _Random:
             self._module.set_rng_state(self._state, self._device)
 
 
+# What a copy does not take over. A step of the object's own is a scheduler's.
+_ITS_OWN = ("state", "param_groups", "step")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Param]:
@@ -157,6 +169,6 @@ def _gradient(param: Param, number: int) -> torch.Tensor:
 
 
 def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pairs = zip(plain_tensors(one.detach()), plain_tensors(other.detach()), strict=True)
+    pairs = zip(plain_tensors(one), plain_tensors(other), strict=True)
     # NaN is as good as any other value here.
     return all(torch.allclose(first, second, rtol=0, atol=0, equal_nan=True) for first, second in pairs)
