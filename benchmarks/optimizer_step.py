@@ -159,7 +159,7 @@ def manager_for(residency: str, kind: str, nbytes: int, bucket_bytes: int, folde
     if residency == "host":
         return TieringManager(policy="lru", device=kind, host_bytes=nbytes + 2 * bucket_bytes)
     return TieringManager(
-        policy="lru", device=kind, host_bytes=4 * bucket_bytes, spill_dir=folder, spill_bytes=3 * nbytes
+        policy="lru", device=kind, host_bytes=5 * bucket_bytes, spill_dir=folder, spill_bytes=3 * nbytes
     )
 
 

@@ -39,7 +39,7 @@ def test_nothing_of_them_is_on_the_device_meanwhile(residency: str, device: str,
                 manager.offload(model)
                 manager.offload(optimizer)
                 manager.offload(optimizer)
-                assert module.memory_allocated() == before
+                assert module.memory_allocated() <= before
                 with pytest.raises(Offloaded):
                     train(model, optimizer, 1)
                 noise = torch.full((1 << 16,), 7.0, device=device)

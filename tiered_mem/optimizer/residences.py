@@ -125,5 +125,5 @@ class DiskResidences:
 
 
 # Some are read, one is stepped, the next is on the device already, and some are written.
-_SLOTS = 7
+_SLOTS = 8
 _SLOTS_FOR_LARGE = 3

@@ -192,7 +192,9 @@ class Staging:
         if not leaving:
             return False
         if leaving[0].write is not None:
-            leaving[0].write.job.wait()
+            job = leaving[0].write.job
+            while not job.wait(_LOOK_AGAIN):
+                self.progress()  # what has left the device meanwhile can be written
         else:
             wait_for(leaving[0].last)
         self.progress()

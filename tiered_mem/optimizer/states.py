@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from ..device import Device
-from ..errors import Closed, InterruptedStep, TierFull
-from ..sizes import format_bytes
-from ..tiers import DeviceSlot
+from ..errors import Closed, InterruptedStep
 from ..transfer import TransferEngine
 from .backward_watch import BackwardWatch
-from .bucket import Bucket, Leaving, pack
+from .bucket import Bucket, pack
+from .bucket_mover import BucketMover
 from .partial_step import Param, PartialStep, State
 from .pipeline import AHEAD, Pipeline
+from .residence import Exclusive
 from .residences import Residences
 from .snapshot import on_cpu
 from .trial import Trial
 
-_log = logging.getLogger("tiered_mem.optimizer")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _alone(method: Callable[Concatenate[States, P], R]) -> Callable[Concatenate[States, P], R]:
+    """One thread at a time: those of backward come here, too."""
+
+    @functools.wraps(method)
+    def alone(self: States, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 class States:
@@ -45,21 +58,21 @@ class States:
         optimizer: torch.optim.Optimizer,
         device: Device,
         engine: TransferEngine,
-        exclusive: Callable[[], contextlib.AbstractContextManager[None]],
+        exclusive: Exclusive,
         residences: Residences,
         *,
         bucket_bytes: int,
         stay: bool,
     ) -> None:
+        self._lock = threading.RLock()
         self._optimizer = optimizer
         self._device = device
-        self._engine = engine
-        self._exclusive = exclusive
         self._residences = residences
         self._bucket_bytes = bucket_bytes
         self._stay = stay
         self._away = not stay
         self._pipeline = Pipeline(device, engine, exclusive)
+        self._mover = BucketMover(device, engine, exclusive, residences)
         self.buckets: list[Bucket] = []
         self._known: set[Param] = set()
         self._broken: Callable[[], InterruptedStep] | None = None
@@ -70,6 +83,7 @@ class States:
         Trial(optimizer, device).check_separable()
         self.adopt()
 
+    @_alone
     def adopt(self) -> None:
         """Takes over the parameters of the optimizer's groups that are new, and their states if they have any.
 
@@ -87,7 +101,7 @@ class States:
                     state = trial.state_of(param, group)
                 pairs.append((param, state or {}))
         buckets = pack(pairs, self._device, self._bucket_bytes // 2)
-        self._settle_down([bucket for bucket in buckets if bucket.nbytes])
+        self._mover.settle_down(buckets)
         for bucket in buckets:
             for param in bucket.params:
                 if param in self._optimizer.state:
@@ -96,10 +110,11 @@ class States:
         self.buckets += buckets
         self.give_up_prefetch()
         if self._away:
-            self._send_away(buckets)
+            self._mover.send_away(buckets)
             self._residences.progress()
             self._watch.step_ends(self._known)
 
+    @_alone
     def step(self) -> None:
         """One step of the optimizer.
 
@@ -146,20 +161,28 @@ class States:
 
         Does not wait.
         """
-        self._residences.progress()
-        if self._broken is None and not self._closed:
-            for bucket in self.buckets[:AHEAD]:
-                if bucket.residence is not None and bucket.away():
-                    bucket.residence.fetch()
+        if not self._lock.acquire(blocking=False):
+            return  # whoever has it goes on as well
+        try:
+            self._residences.progress()
+            if self._broken is None and not self._closed:
+                for bucket in self.buckets[:AHEAD]:
+                    if bucket.residence is not None and bucket.away():
+                        bucket.residence.fetch()
+        finally:
+            self._lock.release()
 
+    @_alone
     def settle(self) -> None:
         """Waits until every file is written."""
         self._residences.settle()
 
+    @_alone
     def give_up_prefetch(self) -> None:
         """There is no step to come after all."""
         self._pipeline.give_up()
 
+    @_alone
     def offload(self) -> None:
         """Everything leaves the device, and has left it when this returns. Does nothing where that is so anyway.
 
@@ -168,30 +191,18 @@ class States:
         self.check()
         self._pipeline.give_up()
         self._away = True
-        self._send_away(self.buckets)
+        self._mover.send_away(self.buckets)
 
+    @_alone
     def reload(self) -> None:
         """Everything is on the device again, if it stays there. All or nothing: raises torch.OutOfMemoryError."""
         self.check()
         if not self._stay:
             return
-        coming = [bucket for bucket in self.buckets if bucket.away()]
-        stream = self._device.current_stream()
-        flats = {
-            bucket: torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device.torch_device)
-            for bucket in coming
-        }
-        for bucket, flat in flats.items():
-            if (residence := bucket.residence) is None:
-                continue
-            host = residence.take(blank=False)
-            with self._exclusive():
-                (came,) = self._engine.reload([(host, DeviceSlot(flat, stream), residence.ticket)])
-            residence.leave(None, came)
-            came.hold(stream)
-            bucket.arrive(bucket.params, flat)
+        self._mover.bring_back(self.buckets)
         self._away = False
 
+    @_alone
     def snapshot(self) -> dict[Any, Any]:
         """Copies of all states by parameter, and of what else the optimizer keeps, in pageable memory."""
         self.check()
@@ -209,6 +220,7 @@ class States:
         """What has a state: parameters, for the most part."""
         return [*self._optimizer.state, *(param for bucket in self.buckets for param in bucket.states)]
 
+    @_alone
     def copies_with(self, key: Any) -> dict[Any, State]:
         """The states of the bucket that a parameter is in, as in `snapshot`; its own is empty if it has none."""
         self.check()
@@ -218,6 +230,7 @@ class States:
                 return self._copies(bucket)
         return {key: on_cpu(self._optimizer.state.get(key, {}))}
 
+    @_alone
     def load(self, load: Callable[[Sequence[Param]], None], at_once: bool) -> None:
         """Replaces all states. Afterwards a step that was interrupted is of no matter any more.
 
@@ -258,7 +271,7 @@ class States:
         if not bucket.fits(self._device):
             self._replace(bucket)
         elif self._away:
-            self._send_away([bucket])
+            self._mover.send_away([bucket])
 
     def _adopt_unknown(self) -> None:
         if any(param not in self._known for group in self._optimizer.param_groups for param in group["params"]):
@@ -273,6 +286,7 @@ class States:
         if self._broken is not None:
             raise self._broken()
 
+    @_alone
     def close(self) -> None:
         """Gives back all memory. The states are gone."""
         self._closed = True
@@ -297,6 +311,7 @@ class States:
             if not bucket.fits(self._device):
                 self._replace(bucket)
 
+    @_alone
     def _prefetch(self) -> None:
         """Brings the first bucket of the next step to the device while backward ends, if the memory is there."""
         first = next((bucket for bucket in self.buckets if bucket.away()), None)
@@ -313,49 +328,6 @@ class States:
         large = largest if largest > self._bucket_bytes // 2 else 0
         return min(2 * self._bucket_bytes + large, sum(bucket.nbytes for bucket in self.buckets))
 
-    def _settle_down(self, buckets: Sequence[Bucket]) -> None:
-        residences = self._residences.make([bucket.nbytes for bucket in buckets])
-        for bucket, residence in zip(buckets, residences, strict=True):
-            bucket.residence = residence
-
-    def _send_away(self, buckets: Sequence[Bucket]) -> None:
-        """Copies to the residences what is on the device, and waits for that."""
-        stream = self._device.current_stream()
-        reading: list[Leaving] = []
-        last = None
-        for bucket in buckets:
-            residence = bucket.residence
-            if residence is None or not bucket.here():
-                continue
-            host = residence.take(blank=not bucket.away())
-            leaving = bucket.leave(host, stream, set(bucket.params), self._device)
-            with self._exclusive():
-                last = self._engine.offload(leaving.moves)
-            residence.leave(last)
-            reading.append(leaving)
-        if last is not None:
-            last.event.synchronize()
-
     def _replace(self, bucket: Bucket) -> None:
-        """Finds another residence for a bucket whose states have other tensors by now, or other shapes.
-
-        Where there is no room for them, they stay on the device.
-        """
-        old, bucket.residence = bucket.residence, None
-        if old is not None and bucket.away():
-            bucket.arrive(bucket.params, old.copy_out().to(self._device.torch_device))
-        bucket.lay_out(self._device)
-        if old is not None:
-            old.release()
-        if bucket.nbytes == 0:
-            return
-        try:
-            self._settle_down([bucket])
-        except TierFull as error:
-            _log.warning(
-                "%s of states of %s have changed their shapes, and stay on the device: %s",
-                *(format_bytes(bucket.nbytes), self._name, error),
-            )
-        else:
-            if self._away:
-                self._send_away([bucket])
+        if self._mover.replace(bucket, self._name) and self._away:
+            self._mover.send_away([bucket])
