@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import RACES
+from tests.optimizer.kill_steps import check
 from tests.optimizer.training import OPTIMIZERS, differences, give_gradients, make_params, outcome, train
 from tests.spill.faulty_files import NOTHING, FaultyFiles
 from tests.spilling import records_in
@@ -200,3 +202,9 @@ def test_no_host_room_for_the_slots(device: str, tmp_path: Path) -> None:
         manager.register_optimizer(optimizer, bucket_bytes="16MiB", residency="disk")
     gc.collect()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(RACES, reason="it runs on the cpu, in processes of its own")
+def test_kills_in_the_midst_of_steps() -> None:
+    """What is left on disk is of no use to anybody, is swept, and the checkpoint is enough."""
+    assert check(times=3, seed=0) >= 1
