@@ -202,6 +202,7 @@ class Drive:
             end(record.job)
 
     def _read(self, number: int) -> Job:
+        end(self._records[number].job)
         return self._tier.read(self._records[number], [(0, self._slots[number % self.SLOTS])])
 
     def _write(self, number: int) -> Record:

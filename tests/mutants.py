@@ -28,7 +28,10 @@ from rich.console import Console
 from rich.progress import track
 
 ROOT = Path(__file__).parent.parent
-OPTIMIZER = tuple(f"tiered_mem/optimizer/{name}.py" for name in ("pipeline", "states", "residence"))
+OPTIMIZER = tuple(
+    f"tiered_mem/optimizer/{name}.py"
+    for name in ("pipeline", "states", "bucket_mover", "residence", "disk_residence", "staging", "staging_slots")
+)
 FILES = (
     "tiered_mem/transfer.py",
     "tiered_mem/store.py",
@@ -37,7 +40,7 @@ FILES = (
     *OPTIMIZER,
 )
 TESTS = tuple(f"tests/test_{name}.py" for name in ("transfer", "offload_context", "saved_tensors", "manager"))
-OPTIMIZER_TESTS = ("tests/optimizer/test_streams.py",)
+OPTIMIZER_TESTS = tuple(f"tests/optimizer/test_{name}.py" for name in ("streams", "residence", "disk_residence"))
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work")
 TESTS_FAILED = 1  # pytest's exit codes

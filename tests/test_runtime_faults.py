@@ -195,7 +195,7 @@ def test_a_copy_that_fails_is_an_error_and_no_hang(tmp_path: Path) -> None:
         run(*EMULATOR, "--host", "33MiB", script, cwd=tmp_path, pythonpath=ROOT, TASK_QUEUE_ENABLE=queue)
         for queue in "01"
     ]
-    assert [result.returncode for result in results] == [0, 0], results
+    assert [result.returncode for result in results] == [0, 0], "".join(result.stderr for result in results)
     plain, queued = (result.stdout.splitlines() for result in results)
     assert plain == ["True", "True", "closed", "closed"]
     # torch_npu's queue drops everything after a failure, of which it tells once. Nothing can be right after that.
