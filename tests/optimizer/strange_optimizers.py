@@ -46,22 +46,24 @@ class MasterWeights(Optimizer):
 
 
 class OutOfPlace(Optimizer):
-    """Makes new tensors in each step, and counts steps in its groups and for itself."""
+    """Makes new tensors in each step, and counts steps in its groups and for itself, in numbers and in a tensor."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "steps": 0})
         self.all_steps = 0
+        self.decay = torch.ones(())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         self.all_steps += 1
+        self.decay *= 0.9
         for group in self.param_groups:
             group["steps"] += 1
             for param in group["params"]:
                 if param.grad is not None:
                     before = self.state[param].get("mean", torch.zeros_like(param))
                     mean = self.state[param]["mean"] = 0.9 * before + param.grad / group["steps"]
-                    param.sub_(mean, alpha=group["lr"] / self.all_steps)
+                    param.sub_(mean, alpha=self.decay.item() * group["lr"] / self.all_steps)
         return None
 
 
@@ -146,4 +148,21 @@ class Failing(torch.optim.SGD):
         if any(param is self.victim for group in self.param_groups for param in group["params"]):
             raise RuntimeError("out of luck")
         super().step()
+        return None
+
+
+class Decaying(Optimizer):
+    """Lets the means of parameters without gradient decay, as no optimizer of torch does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param)).mul_(0.9)
+                if param.grad is not None:
+                    mean.add_(param.grad)
+                param.sub_(mean, alpha=group["lr"])
         return None

@@ -9,9 +9,18 @@ import torch
 from torch.optim import Optimizer
 
 from tests.optimizer.conftest import MakeTiered
-from tests.optimizer.strange_optimizers import Estimates, GlobalNorm, Growing, MasterWeights, Noisy, OutOfPlace
-from tests.optimizer.training import differences, make_params, outcome, train
+from tests.optimizer.strange_optimizers import (
+    Decaying,
+    Estimates,
+    GlobalNorm,
+    Growing,
+    MasterWeights,
+    Noisy,
+    OutOfPlace,
+)
+from tests.optimizer.training import differences, give_gradients, make_params, outcome, train
 from tiered_mem import TieringManager
+from tiered_mem.errors import InterruptedStep
 
 RESIDENCIES = ("host", "disk", "device-until-offload")
 
@@ -61,6 +70,23 @@ def test_one_that_needs_all_parameters_at_once_is_refused(
         assert manager.stats()["host.slots"] == 0
     assert all(torch.equal(*pair) for pair in zip(params, before, strict=True))
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_one_that_changes_states_without_gradients_is_stopped(
+    early: bool, device: str, make_tiered: MakeTiered
+) -> None:
+    """Whether or not the states came along with others: they are not taken back."""
+    params = make_params(device)
+    tiered = make_tiered(Decaying(params))
+    train(tiered, params, range(1), missing=False)
+    give_gradients(params, 1, missing=True)
+    assert any(param.grad is None for param in params)
+    if early:
+        tiered.states._pipeline.prefetch(tiered.states.buckets[0], 1 << 20)
+    with pytest.raises(InterruptedStep) as caught:
+        tiered.step()
+    assert "the state of a parameter without gradient" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])

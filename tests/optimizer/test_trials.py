@@ -85,3 +85,14 @@ def test_a_parameter_that_is_a_wrapper_is_not_touched(device: str, residency: st
         assert all(type(mean) is Pair for mean in means)
         results.append([part.cpu() for pair in (*params, *means) for part in (pair.one, pair.two)])
     assert all(map(torch.equal, *results))
+
+
+def test_a_trial_takes_the_memory_of_a_single_parameter(device: str, make_tiered: MakeTiered) -> None:
+    """However many shapes there are."""
+    module = torch.get_device_module(device)
+    params = make_params(device, shapes=[(8, 8), (8, 8), *((256, 256 + number) for number in range(12))])
+    before = module.memory_allocated()
+    module.reset_peak_memory_stats()
+    make_tiered(torch.optim.AdamW(params), bucket_bytes="4MiB")
+    assert module.memory_allocated() == before
+    assert module.max_memory_allocated() - before <= 6 * max(param.nbytes for param in params)

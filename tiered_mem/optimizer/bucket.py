@@ -9,7 +9,7 @@ import torch
 
 from ..device import Device, Stream
 from ..tiers import DeviceSlot, HostSlot
-from .layout import Field, as_bytes, fields_of, movable_parts, room_for
+from .layout import Field, Layout, as_bytes, fields_of, movable_parts
 from .partial_step import Param, State
 from .residence import Residence
 from .snapshot import on_cpu
@@ -166,8 +166,8 @@ class Leaving(NamedTuple):
     strangers: list[torch.Tensor]
 
 
-def pack(params: Sequence[tuple[Param, State]], device: Device, limit: int) -> list[Bucket]:
-    """Buckets for parameters and states like theirs, of at most `limit` bytes unless one state alone is larger.
+def pack(params: Iterable[tuple[Param, Layout]], limit: int) -> list[Bucket]:
+    """Buckets for parameters and states of these layouts, of at most `limit` bytes unless one alone is larger.
 
     Parameters whose state has nothing that moves are in a bucket of 0 bytes, if any.
     """
@@ -176,19 +176,18 @@ def pack(params: Sequence[tuple[Param, State]], device: Device, limit: int) -> l
     some: list[Param] = []
     fields: dict[Param, tuple[Field, ...]] = {}
     used = end = 0
-    for param, state in params:
-        room = room_for(param, state, device)
-        if not room:
+    for param, layout in params:
+        if not layout.room:
             still.append(param)
             continue
-        if some and used + room > limit:
+        if some and used + layout.room > limit:
             buckets.append(Bucket(some, fields))
             some, fields, used, end = [], {}, 0, 0
         some.append(param)
-        used += room
-        if placed := fields_of(state, device, end):
-            fields[param] = placed
-            end = placed[-1].parts[-1].end
+        used += layout.room
+        if layout.fields:
+            fields[param] = tuple(field.after(end) for field in layout.fields)
+            end = fields[param][-1].parts[-1].end
     if some:
         buckets.append(Bucket(some, fields))
     if still:

@@ -27,6 +27,10 @@ class Field(NamedTuple):
     rebuild: Rebuild | None
     kind: object
 
+    def after(self, start: int) -> Field:
+        """The same, so many bytes further on."""
+        return self._replace(parts=tuple(part._replace(offset=part.offset + start) for part in self.parts))
+
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor over a bucket's bytes, 1-dimensional uint8 of any device."""
         tensors = [part.of(flat) for part in self.parts]
@@ -66,14 +70,26 @@ def fields_of(state: Mapping[Any, Any], device: Device, start: int) -> tuple[Fie
     return tuple(fields)
 
 
-def room_for(param: torch.Tensor, state: Mapping[Any, Any], device: Device) -> int:
-    """The bytes that a parameter's state takes in a bucket; of a DTensor, in the process that has most of it.
+class Layout(NamedTuple):
+    """What a parameter's state takes in a bucket: the fields, from its beginning on, and `room` bytes."""
+
+    fields: tuple[Field, ...]
+    room: int
+
+
+def layout_of(param: torch.Tensor, state: Mapping[Any, Any], device: Device) -> Layout:
+    """That of a state. Keeps none of its tensors."""
+    fields = fields_of(state, device, 0)
+    return Layout(fields, _room_for(param, state, fields, device))
+
+
+def _room_for(param: torch.Tensor, state: Mapping[Any, Any], fields: Sequence[Field], device: Device) -> int:
+    """Of a DTensor, the bytes in the process that has most of it.
 
     All processes come to the same number, even one whose part of the tensor is empty. So their buckets have the
     same parameters, and a collective operation in one's step meets the same one in the others'.
     """
     if spread_of(param) is None:
-        fields = fields_of(state, device, 0)
         return fields[-1].parts[-1].end if fields else 0
     room = 0
     for value in state.values():

@@ -29,6 +29,8 @@ class PartialStep:
         self._after: list[State | None] = [None] * len(self._groups)
         self._own = _plain(vars(optimizer))
         self._own_after: State | None = None
+        self._own_tensors = _tensors(vars(optimizer))
+        self._tensors = [_tensors(group) for group in self._groups]
         self._group_of = {param: index for index, group in enumerate(self._groups) for param in group["params"]}
 
     def step(
@@ -47,6 +49,9 @@ class PartialStep:
         rest, present = optimizer.state, _Present(states, frozenset(away))
         present.update((key, value) for key, value in rest.items() if not isinstance(key, torch.Tensor))
         vars(optimizer).update(self._own)
+        tensors = [*self._own_tensors, *(kept for index in chosen for kept in self._tensors[index])]
+        for kept in tensors:
+            kept.restore()
         try:
             for index, some in chosen.items():
                 self._groups[index].update(self._before[index], params=some)
@@ -60,6 +65,8 @@ class PartialStep:
                 self._groups[index]["params"] = all_of_it
         rest.update((key, value) for key, value in present.items() if not isinstance(key, torch.Tensor))
         self._compare(chosen)
+        if not all(kept.agrees() for kept in tensors):
+            raise NeedsAll(self._optimizer, "it has come to different values of a tensor that it keeps")
         return {key: value for key, value in present.items() if isinstance(key, torch.Tensor)}
 
     def _compare(self, chosen: Iterable[int]) -> None:
@@ -72,6 +79,30 @@ class PartialStep:
             if not _same((before or {}).get(key), now.get(key)):
                 raise NeedsAll(self._optimizer, f"it has come to different values of {key!r}")
         return now
+
+
+class _Kept:
+    """A tensor that is no parameter's, but the optimizer's own or a group's, and may be changed in place."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+        self._after: torch.Tensor | None = None
+        self._copy = tensor.detach().clone()
+
+    def restore(self) -> None:
+        """To what it was before the step."""
+        if self._tensor._version != self._version:
+            with torch.no_grad():
+                self._tensor.copy_(self._copy)
+            self._version = self._tensor._version
+
+    def agrees(self) -> bool:
+        """Whether it has been changed as in the call before, if it was."""
+        if self._tensor._version == self._version:
+            return self._after is None
+        before, self._after = self._after, self._tensor.detach().clone()
+        return before is None or torch.equal(before, self._after)
 
 
 class NeedsAll(ValueError):
@@ -114,6 +145,10 @@ def _values(group: State) -> State:
 
 def _plain(attributes: Mapping[str, Any]) -> State:
     return {key: value for key, value in attributes.items() if isinstance(value, int | float)}
+
+
+def _tensors(values: Mapping[str, Any]) -> list[_Kept]:
+    return [_Kept(value) for value in values.values() if isinstance(value, torch.Tensor)]
 
 
 def _same(one: object, other: object) -> bool:

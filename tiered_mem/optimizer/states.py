@@ -18,6 +18,7 @@ from ..transfer import TransferEngine
 from .backward_watch import BackwardWatch
 from .bucket import Bucket, pack
 from .bucket_mover import BucketMover
+from .layout import Layout, layout_of
 from .partial_step import Param, PartialStep, State
 from .pipeline import AHEAD, Pipeline
 from .residence import Exclusive
@@ -91,16 +92,17 @@ class States:
         """
         self.version += 1
         trial = Trial(self._optimizer, self._device)
-        pairs: list[tuple[Param, State]] = []
+        layouts: list[tuple[Param, Layout]] = []
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if param in self._known:
                     continue
-                state = self._optimizer.state.get(param)
-                if state is None and param.requires_grad:
-                    state = trial.state_of(param, group)
-                pairs.append((param, state or {}))
-        buckets = pack(pairs, self._device, self._bucket_bytes // 2)
+                if param in self._optimizer.state or not param.requires_grad:
+                    layout = layout_of(param, self._optimizer.state.get(param, {}), self._device)
+                else:
+                    layout = trial.layout_of(param, group)
+                layouts.append((param, layout))
+        buckets = pack(layouts, self._bucket_bytes // 2)
         self._mover.settle_down(buckets)
         for bucket in buckets:
             for param in bucket.params:
@@ -133,7 +135,8 @@ class States:
             nonlocal begun, stepped
             self._residences.progress()
             begun += bool(changing[bucket])
-            away = {param for param in bucket.states if bucket.away([param])}
+            # What has no gradient and came along early is not taken back, and so not to be changed.
+            away = {param for param in bucket.states if bucket.away([param]) or param not in changing[bucket]}
             here = {param: state for param, state in bucket.states.items() if param not in away}
             bucket.states.update(step_of.step(bucket.params, here, away))
             stepped += bool(changing[bucket])

@@ -11,6 +11,7 @@ import torch
 
 from ..device import Device
 from ..parts import plain_tensors
+from .layout import Layout, layout_of
 from .partial_step import NeedsAll, Param, PartialStep, State
 from .sharding import gathered, spread_of
 from .snapshot import with_tensors
@@ -30,10 +31,10 @@ class Trial:
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._known: dict[object, State] = {}
+        self._known: dict[object, Layout] = {}
 
-    def state_of(self, param: Param, group: State) -> State:
-        """A state like the one that the parameter will have, but for its values."""
+    def layout_of(self, param: Param, group: State) -> Layout:
+        """That of the state which the parameter will have."""
         alike = (
             id(group),
             type(param),
@@ -45,7 +46,7 @@ class Trial:
         )
         if alike not in self._known:
             with self._undisturbed():
-                self._known[alike] = self._tried(param, group)
+                self._known[alike] = layout_of(param, self._tried(param, group), self._device)
         return self._known[alike]
 
     def check_separable(self) -> None:
