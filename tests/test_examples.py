@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import EMULATED, RACES
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--layers", "4", "--width", "96", "--context", "192", "--batch", "8"]
+SMALL = ["--layers", "3", "--width", "96", "--context", "128", "--batch", "8"]
 
 pytestmark = pytest.mark.skipif(not EMULATED, reason="the budgets are chosen for the emulated NPU")
 no_detector = pytest.mark.skipif(RACES, reason="it measures, and the detector takes its part of the time")
@@ -27,6 +27,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.skipif(RACES, reason="test_offload_context.py has the detector look at the same, in less time")
 def test_the_demo() -> None:
     # Of full size, in fewer steps: below it the caching allocator's 20 MiB segments decide what fits.
     printed = run("examples/train_gpt.py", "--steps", "2")
@@ -50,9 +51,8 @@ def test_the_pipeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(RACES, reason="test_spilling.py has the detector look at the same, in less time")
-@pytest.mark.parametrize("policy", ["layer-order", "lru"])
-def test_the_spilling_example(policy: str, tmp_path: Path) -> None:
-    printed = run("examples/spill_to_ssd.py", "--steps", "2", "--policy", policy, "--spill-dir", str(tmp_path))
+def test_the_spilling_example(tmp_path: Path) -> None:
+    printed = run("examples/spill_to_ssd.py", "--steps", "2", "--spill-dir", str(tmp_path))
     assert "no disk: torch.OutOfMemoryError" in printed
     assert "are too much for both" in printed
     assert "bit-equal losses and final weights: yes" in printed
@@ -89,7 +89,7 @@ def test_the_optimizer_benchmark(tmp_path: Path) -> None:
 @no_detector
 def test_the_hooks_benchmark(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    run("-m", "benchmarks.offload_hooks", *SMALL, "--rounds", "2", "--json", str(figures))
+    run("-m", "benchmarks.offload_hooks", *SMALL, "--rounds", "1", "--json", str(figures))
     assert "bit-equal" in figures.read_text()
     assert "WRONG" not in figures.read_text()
 
@@ -97,7 +97,7 @@ def test_the_hooks_benchmark(tmp_path: Path) -> None:
 @no_detector
 def test_the_overhead_benchmark(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    run("-m", "benchmarks.offload_overhead", *SMALL, "--offload", "2", "--repeats", "2", "--json", str(figures))
+    run("-m", "benchmarks.offload_overhead", *SMALL, "--offload", "2", "--repeats", "1", "--json", str(figures))
     result = json.loads(figures.read_text())
     assert result["bytes_copied_per_step"] > 0
     assert result["link_bytes_per_s"] > 0

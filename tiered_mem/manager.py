@@ -294,15 +294,17 @@ class TieringManager:
     def close(self) -> None:
         """Waits for the copies under way and frees the host memory. Closing again does nothing.
 
-        Activations that are still on the host are lost: a backward that needs them raises Closed. Modules that are
-        offloaded come back to the device. What it has no room for stays on the host, outside of the host tier, and
-        `reload` still brings it back. Where the
-        runtime of the device does not take host memory back, its error is raised, and close may be called again.
+        Activations that are still on the host are lost: a backward that needs them raises Closed. So are the states
+        of tiered optimizers: take their state_dict() before. Modules that are offloaded come back to the device.
+        What it has no room for stays on the host, outside of the host tier, and `reload` still brings it back.
+        Where the runtime of the device does not take host memory back, its error is raised, and close may be called
+        again.
         Raises DeviceFailed where the device dropped copies after a failure.
         """
-        self._optimizers.close()
         with _Exclusive(self):
             self._closed = True
+        self._optimizers.close()
+        with _Exclusive(self):
             for block in list(self._store.blocks):
                 self._store.retire(block)
             self._phases.close()

@@ -207,4 +207,4 @@ def test_no_host_room_for_the_slots(device: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(RACES, reason="it runs on the cpu, in processes of its own")
 def test_kills_in_the_midst_of_steps() -> None:
     """What is left on disk is of no use to anybody, is swept, and the checkpoint is enough."""
-    assert check(times=2, seed=0) >= 1
+    assert check(times=1, seed=0) >= 1
