@@ -114,3 +114,33 @@ def test_phases_between_steps(device: str, make_tiered: MakeTiered) -> None:
         del noise
         make_tiered.manager.reload(tiered)
     assert not differences(plain_steps(torch.optim.AdamW, 6, device), outcome(tiered, params))
+
+
+def test_states_come_back_on_another_stream_than_they_were_stepped_on(device: str, make_tiered: MakeTiered) -> None:
+    """Which nobody has ordered with that: the copies know of each other."""
+    module = torch.get_device_module(device)
+    params = make_params(device, shapes=SHAPES)
+    tiered = make_tiered(torch.optim.AdamW(params), bucket_bytes=BUCKET_BYTES, residency="device-until-offload")
+    side = module.Stream()
+    for step in range(4):
+        give_gradients(params, step)
+        make_tiered.manager.offload(tiered)
+        tiered.step()
+        with module.stream(side):
+            make_tiered.manager.reload(tiered)
+        module.current_stream().wait_stream(side)
+    assert not differences(plain_steps(torch.optim.AdamW, 4, device), outcome(tiered, params))
+
+
+def test_states_that_grow_and_find_no_room_stay(device: str, make_tiered: MakeTiered) -> None:
+    """What was in the window is copied before the next bucket comes to its place."""
+    shapes = [(128, 128)] * 12
+    expected, params = make_params(device, shapes=shapes), make_params(device, shapes=shapes)
+    plain = Growing(expected)
+    tiered = make_tiered(Growing(params), bucket_bytes="256KiB", host_bytes="4MiB")
+    for step in range(9):
+        for some, optimizer in ((expected, plain), (params, tiered)):
+            give_gradients(some, step, missing=False)
+            optimizer.step()
+    assert any(bucket.here() for bucket in tiered.states.buckets)
+    assert not differences(outcome(plain, expected), outcome(tiered, params))
