@@ -3,11 +3,14 @@ BY_TWO := --numprocesses=2 --dist=loadfile
 # What runs without a device is the same in each schedule.
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py)
-# So is what the emulator's operators compute, and what a checkpoint holds: the first run with the detector has it.
-ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py training_set.py) \
+# So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: the first
+# run with the detector has it.
+ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py training_set.py link.py) \
+        $(addprefix --ignore=tests/test_,compile.py trace.py) \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py distributed_checkpoints.py failures.py trials.py)
 # And the first run of all leaves these to the detector's.
-DETECTED := --ignore=tests/emulator/test_training_set.py --ignore=tests/te/test_layers.py \
+DETECTED := --ignore=tests/emulator/test_training_set.py \
+            $(addprefix --ignore=tests/te/test_,layers.py marks.py manual.py) \
             $(addprefix --ignore=tests/optimizer/test_,equality.py strange_optimizers.py checkpoints.py \
               distributed_checkpoints.py residence.py disk_residence.py disk_residence_faults.py \
               disk_residence_random.py)
