@@ -59,7 +59,7 @@ class DiskTier:
         capacity: int | None = None,
         write_budget: int | None = None,
         checksum: str | None = None,
-        workers: int = 2,
+        workers: int = 4,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
