@@ -202,8 +202,7 @@ class TieringManager:
         Raises ValueError for an optimizer that is registered, or cannot be tiered, TierFull where there is no room
         for all states, and Closed.
         """
-        if self._closed:
-            raise Closed("the manager is closed: make a new one")
+        self._check_open()
         return self._optimizers.register(
             optimizer, bucket_bytes=parse_bytes(bucket_bytes), residency=residency, owner=self
         )
@@ -224,8 +223,7 @@ class TieringManager:
             return
         self._can_phase(thing)
         with _Exclusive(self):
-            if self._closed:
-                raise Closed("the manager is closed: make a new one")
+            self._check_open()
             self._go_on()
             self._phases.offload(thing, gradients=gradients, owner=self)
 
@@ -245,6 +243,10 @@ class TieringManager:
         with _Exclusive(self):
             self._go_on()
             self._phases.reload(thing)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the manager is closed: make a new one")
 
     def _can_phase(self, thing: object) -> None:
         if not isinstance(thing, torch.nn.Module):
@@ -326,8 +328,7 @@ class TieringManager:
 
     def new_graph(self) -> int:
         """A number for one pass through a forward."""
-        if self._closed:
-            raise Closed("the manager is closed: make a new one")
+        self._check_open()
         graph = next(self._graphs)
         if self._spiller is not None:
             self._spiller.step = graph

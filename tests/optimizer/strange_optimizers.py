@@ -9,11 +9,15 @@ import torch
 from torch.optim import Optimizer
 
 
-class MasterWeights(Optimizer):
-    """SGD with momentum in float32, for parameters in bfloat16. Its state has a format of its own on disk."""
+class WithRate(Optimizer):
+    """Has a learning rate, and no other option."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
+
+
+class MasterWeights(WithRate):
+    """SGD with momentum in float32, for parameters in bfloat16. Its state has a format of its own on disk."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -67,11 +71,8 @@ class OutOfPlace(Optimizer):
         return None
 
 
-class Growing(Optimizer):
+class Growing(WithRate):
     """Keeps more and more: one more tensor after three steps, and then a larger one."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -91,11 +92,8 @@ class Growing(Optimizer):
         return None
 
 
-class Noisy(Optimizer):
+class Noisy(WithRate):
     """Draws random numbers for each parameter."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -107,11 +105,8 @@ class Noisy(Optimizer):
         return None
 
 
-class GlobalNorm(Optimizer):
+class GlobalNorm(WithRate):
     """Scales by the norm of all gradients."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -151,11 +146,8 @@ class Failing(torch.optim.SGD):
         return None
 
 
-class Decaying(Optimizer):
+class Decaying(WithRate):
     """Lets the means of parameters without gradient decay, as no optimizer of torch does."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

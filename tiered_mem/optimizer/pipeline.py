@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
@@ -12,7 +11,7 @@ from ..tiers import DeviceSlot, HostSlot
 from ..transfer import Ticket, TransferEngine
 from .bucket import Bucket
 from .partial_step import Param
-from .residence import Residence
+from .residence import Exclusive, Residence
 from .ring import Range, Ring
 
 # How many buckets a step is ahead with reads from disk.
@@ -33,7 +32,7 @@ class Pipeline:
         self,
         device: Device,
         engine: TransferEngine,
-        exclusive: Callable[[], contextlib.AbstractContextManager[None]],
+        exclusive: Exclusive,
     ) -> None:
         self._device = device
         self._engine = engine
