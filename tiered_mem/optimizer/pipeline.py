@@ -60,11 +60,11 @@ class Pipeline:
                 self._window.keep_only(buckets)
             for index, bucket in enumerate(buckets):
                 self._bring(bucket, changing[bucket], window_bytes)
-                if bucket.runs(changing[bucket]):
+                if bucket.away(changing[bucket]):
                     raise RuntimeError("a bucket found no place in the window, though all before it have left")
                 following = buckets[index + 1 : index + 1 + AHEAD]
                 for ahead in following:
-                    if ahead.residence is not None and ahead.runs(changing[ahead]):
+                    if ahead.residence is not None and ahead.away(changing[ahead]):
                         ahead.residence.fetch()
                 if following and (after := following[0].residence) is not None and after.ready:
                     # Some optimizers make the host wait in the middle of a step.
