@@ -169,30 +169,45 @@ class Leaving(NamedTuple):
 def pack(params: Iterable[tuple[Param, Layout]], limit: int) -> list[Bucket]:
     """Buckets for parameters and states of these layouts, of at most `limit` bytes unless one alone is larger.
 
+    Each goes to the first bucket that has room, as the small ones between large ones would make many small buckets.
     Parameters whose state has nothing that moves are in a bucket of 0 bytes, if any.
     """
-    buckets: list[Bucket] = []
+    contents: list[_Content] = []
+    open_ones: list[_Content] = []
     still: list[Param] = []
-    some: list[Param] = []
-    fields: dict[Param, tuple[Field, ...]] = {}
-    used = end = 0
     for param, layout in params:
         if not layout.room:
             still.append(param)
             continue
-        if some and used + layout.room > limit:
-            buckets.append(Bucket(some, fields))
-            some, fields, used, end = [], {}, 0, 0
-        some.append(param)
-        used += layout.room
-        if layout.fields:
-            fields[param] = tuple(field.after(end) for field in layout.fields)
-            end = fields[param][-1].parts[-1].end
-    if some:
-        buckets.append(Bucket(some, fields))
+        content = next((each for each in open_ones if each.used + layout.room <= limit), None)
+        if content is None:
+            content = _Content()
+            contents.append(content)
+            open_ones.append(content)
+        content.add(param, layout)
+        if content.used >= limit:
+            open_ones.remove(content)
+    buckets = [Bucket(content.params, content.fields) for content in contents]
     if still:
         buckets.append(Bucket(still, {}))
     return buckets
+
+
+class _Content:
+    """What is to be in one bucket."""
+
+    def __init__(self) -> None:
+        self.params: list[Param] = []
+        self.fields: dict[Param, tuple[Field, ...]] = {}
+        self.used = 0
+        self._end = 0
+
+    def add(self, param: Param, layout: Layout) -> None:
+        self.params.append(param)
+        self.used += layout.room
+        if layout.fields:
+            self.fields[param] = tuple(field.after(self._end) for field in layout.fields)
+            self._end = self.fields[param][-1].parts[-1].end
 
 
 def _fits(values: Iterable[tuple[object, object]], fields: Sequence[Field], device: Device) -> bool:
