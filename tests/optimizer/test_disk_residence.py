@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import Link
-from tests.optimizer.conftest import MakeRig
+from tests.optimizer.conftest import MakeRig, MakeTiered
 from tests.optimizer.rig import NBYTES, RECORD, SLOT, Rig, content
+from tests.optimizer.training import make_params
 from tests.spilling import records_in
 from tiered_mem.errors import Closed, TierFull
 from tiered_mem.optimizer.disk_residence import DiskResidence
@@ -62,6 +64,17 @@ def test_a_record_says_what_is_in_it(rig: Rig) -> None:
     assert (header.kind, header.step) == ("optimizer", 12)
     assert [(entry.name, entry.nbytes, entry.dtype) for entry in header.entries] == [("bucket.0", NBYTES, "uint8")]
     assert contents_on_disk(rig) == [content(0).numpy().tobytes()]
+
+
+def test_a_record_says_of_which_step_it_is(device: str, tmp_path: Path, make_tiered: MakeTiered) -> None:
+    params = make_params(device)
+    tiered = make_tiered(torch.optim.AdamW(params), residency="disk")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for step in range(3):
+        tiered.step()
+        make_tiered.manager.synchronize()
+        assert max(read_header(path).step for path in records_in(tmp_path)) == step + 1
 
 
 def test_what_was_not_changed_is_not_written_back(rig: Rig) -> None:

@@ -20,6 +20,9 @@ class Residences(Protocol):
     def make(self, sizes: Sequence[int]) -> list[Residence]:
         """One for each number of bytes. Raises TierFull; then there is none."""
 
+    def step_begins(self) -> None:
+        """What is written from now on is of the next step."""
+
     def progress(self) -> None:
         """Goes on with what can go on. Does not wait."""
 
@@ -48,6 +51,9 @@ class HostResidences:
             raise
         return made
 
+    def step_begins(self) -> None:
+        """Nothing is written."""
+
     def progress(self) -> None:
         """Nothing is under way but copies."""
 
@@ -71,6 +77,7 @@ class DiskResidences:
         self._usual_bytes = usual_bytes
         self._stagings: list[Staging] = []
         self._numbers = itertools.count()
+        self._step = 0
 
     def make(self, sizes: Sequence[int]) -> list[Residence]:
         self._check_room(sum(sizes))
@@ -87,7 +94,12 @@ class DiskResidences:
                 staging.close()
             raise
         self._stagings = sorted([*self._stagings, *new], key=lambda staging: staging.slot_bytes)
+        self._tell_step()
         return [self._residence(size) for size in sizes]
+
+    def step_begins(self) -> None:
+        self._step += 1
+        self._tell_step()
 
     def progress(self) -> None:
         for staging in self._stagings:
@@ -100,6 +112,10 @@ class DiskResidences:
     def close(self) -> None:
         for staging in self._stagings:
             staging.close()
+
+    def _tell_step(self) -> None:
+        for staging in self._stagings:
+            staging.step = self._step
 
     def _residence(self, nbytes: int) -> Residence:
         staging = self._staging_for(nbytes)

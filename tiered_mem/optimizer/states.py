@@ -124,6 +124,7 @@ class States:
         """
         self.check()
         self._adopt_unknown()
+        self._residences.step_begins()
         self.version += 1
         step_of = PartialStep(self._optimizer)
         changing: dict[Bucket, set[Param]] = {
