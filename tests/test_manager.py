@@ -182,12 +182,12 @@ class Now:
 
 with TieringManager(policy=Now(), device="npu", host_bytes="48MiB") as manager:
     tensor = torch.randn(1 << 20).to("npu")
-    block, _ = manager.save(tensor, graph=0, layer=0)
+    block, _ = manager.activations.save(tensor, graph=0, layer=0)
     stats = manager.stats()
     print(stats["host.source"], stats["host.reserved.current"], block.host.tensor.is_pinned())
     manager.synchronize()
     print(torch.equal(block.host.tensor.view(torch.float32), tensor.cpu()))
-    manager.let_go(block)
+    manager.activations.let_go(block)
 """
 
 

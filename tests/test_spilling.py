@@ -208,7 +208,7 @@ def test_a_block_that_is_leaving_may_go_down_before_it_is_released(spilling: Spi
     manager = spilling(ManualPolicy(), 16 * MIB)
     tensor = torch.randn(MIB // 4).to(device)
     expected, view = tensor.cpu(), view_of(tensor, (0, 0, MIB), 0)
-    block, _ = manager.save(tensor, graph=0, layer=0)
+    block, _ = manager.activations.save(tensor, graph=0, layer=0)
     del tensor
     manager.act([Offload(block.key), Spill(block.key)])
     manager.synchronize()
@@ -216,5 +216,5 @@ def test_a_block_that_is_leaving_may_go_down_before_it_is_released(spilling: Spi
     manager.act([Release(block.key)])
     assert manager.stats()["disk.blocks.current"] == 1
     manager.act([Reload(block.key)])
-    assert torch.equal(manager.load(block, view).cpu(), expected)
-    manager.let_go(block)
+    assert torch.equal(manager.activations.load(block, view).cpu(), expected)
+    manager.activations.let_go(block)

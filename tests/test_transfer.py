@@ -46,11 +46,11 @@ class Service:
         )
 
     def save(self, tensor: torch.Tensor) -> Block:
-        return self.manager.save(tensor, graph=0, layer=0)[0]
+        return self.manager.activations.save(tensor, graph=0, layer=0)[0]
 
     def do(self, *actions: Action) -> None:
         self._policy.next = list(actions)
-        self.manager.notify(Saved(graph=0, layer=0, key=-1, nbytes=0))
+        self.manager.activations.notify(Saved(graph=0, layer=0, key=-1, nbytes=0))
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_memory_falls_on_release_while_the_copy_is_running(
     after = device_module.memory_allocated()
     assert running, f"the copy had ended after {seconds:.3f} s"
     assert before - after == pytest.approx(size, rel=0.01)
-    assert torch.equal(service.manager.load(block, view).cpu(), expected)
-    service.manager.let_go(block)
+    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    service.manager.activations.let_go(block)
 
 
 def test_released_memory_is_not_overwritten_before_it_is_copied(device: str, service: Service, link: Link) -> None:
@@ -114,8 +114,8 @@ def test_released_memory_is_not_overwritten_before_it_is_copied(device: str, ser
     service.do(Release(block.key))
     other = torch.zeros(NBYTES // 4, device=device)
     assert other.data_ptr() == address, "the allocator gave other memory: nothing is shown"
-    assert torch.equal(service.manager.load(block, view).cpu(), expected)
-    service.manager.let_go(block)
+    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    service.manager.activations.let_go(block)
 
 
 def test_a_copy_waits_for_the_work_that_makes_its_source(
@@ -129,8 +129,8 @@ def test_a_copy_waits_for_the_work_that_makes_its_source(
     service.do(Offload(block.key))
     service.do(Release(block.key))
     expected = made.cpu()
-    assert torch.equal(service.manager.load(block, view).cpu(), expected)
-    service.manager.let_go(block)
+    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    service.manager.activations.let_go(block)
 
 
 def test_a_reload_waits_for_its_own_offload(device: str, service: Service, link: Link) -> None:
@@ -143,8 +143,8 @@ def test_a_reload_waits_for_its_own_offload(device: str, service: Service, link:
     service.do(Offload(block.key))
     service.do(Release(block.key))
     service.do(Reload(block.key))
-    assert torch.equal(service.manager.load(block, view).cpu(), expected)
-    service.manager.let_go(block)
+    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    service.manager.activations.let_go(block)
 
 
 def test_a_reload_does_not_write_into_memory_that_is_still_read(
@@ -169,7 +169,7 @@ def test_a_reload_does_not_write_into_memory_that_is_still_read(
     assert block.device is not None
     assert block.device.tensor.data_ptr() == address, "the allocator gave other memory: nothing is shown"
     assert torch.equal(late.cpu(), expected)
-    service.manager.let_go(block)
+    service.manager.activations.let_go(block)
 
 
 def test_a_reloaded_block_that_nobody_reads_is_safe_to_drop(device: str, service: Service, link: Link) -> None:
@@ -182,7 +182,7 @@ def test_a_reloaded_block_that_nobody_reads_is_safe_to_drop(device: str, service
     service.do(Reload(block.key))
     assert block.device is not None
     address = block.device.tensor.data_ptr()
-    service.manager.let_go(block)
+    service.manager.activations.let_go(block)
     other = torch.zeros(NBYTES // 4, device=device)
     assert other.data_ptr() == address, "the allocator gave other memory: nothing is shown"
     assert not other.cpu().any()
@@ -197,7 +197,7 @@ def test_a_block_dropped_while_it_leaves_is_safe(device: str, service: Service, 
     service.do(Offload(block.key))
     slot = block.host
     assert slot is not None
-    service.manager.let_go(block)
+    service.manager.activations.let_go(block)
     del block
     stats = service.manager.stats()
     assert int(stats["host.used.current"]) >= slot.lease.region.nbytes
@@ -219,8 +219,8 @@ def test_a_reload_on_another_stream_waits_for_its_own_offload(
     service.do(Release(block.key))
     with device_module.stream(other):
         service.do(Reload(block.key))
-        assert torch.equal(service.manager.load(block, view).cpu(), expected)
-    service.manager.let_go(block)
+        assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    service.manager.activations.let_go(block)
 
 
 def test_a_host_slot_is_not_filled_again_while_it_is_read(device: str, service: Service, link: Link) -> None:
@@ -233,9 +233,9 @@ def test_a_host_slot_is_not_filled_again_while_it_is_read(device: str, service: 
     link(h2d=SLOW)
     service.do(Reload(block.key))
     service.do(Offload(next_block.key))
-    assert torch.equal(service.manager.load(block, view).cpu(), expected)
-    service.manager.let_go(block)
-    service.manager.let_go(next_block)
+    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    service.manager.activations.let_go(block)
+    service.manager.activations.let_go(next_block)
 
 
 def test_memory_that_another_stream_reads_is_not_handed_out(
@@ -255,10 +255,10 @@ def test_memory_that_another_stream_reads_is_not_handed_out(
     with device_module.stream(other):
         for _ in range(4):
             a = a @ a
-        loaded = service.manager.load(block, view)
+        loaded = service.manager.activations.load(block, view)
         late = loaded + loaded
     del loaded
-    service.manager.let_go(block)
+    service.manager.activations.let_go(block)
     del block
     overwritten = [torch.zeros(NBYTES // 4, device=device) for _ in range(3)]  # in whatever memory is free now
     device_module.current_stream().synchronize()
@@ -275,10 +275,10 @@ def test_a_block_wanted_back_before_its_release_never_left(device: str, service:
     block = service.save(tensor)
     service.do(Offload(block.key))
     service.do(Reload(block.key))
-    assert service.manager.load(block, view).data_ptr() == address
+    assert service.manager.activations.load(block, view).data_ptr() == address
     assert service.manager.stats()["host.slots"] == 1, "the copy into the slot is still running"
     assert service.manager.stats()["reloaded.blocks.total"] == 0
-    service.manager.let_go(block)
+    service.manager.activations.let_go(block)
 
 
 @pytest.mark.parametrize("direction", ["offload", "reload"])
@@ -294,7 +294,7 @@ def test_synchronize_waits_for_both_directions(device: str, service: Service, li
     service.manager.synchronize()
     assert block.ticket is not None
     assert block.ticket.event.query()
-    service.manager.let_go(block)
+    service.manager.activations.let_go(block)
 
 
 def test_a_block_wanted_back_before_its_release_and_dropped_is_safe(
@@ -307,7 +307,7 @@ def test_a_block_wanted_back_before_its_release_and_dropped_is_safe(
     del tensor
     service.do(Offload(block.key))
     service.do(Reload(block.key))
-    service.manager.let_go(block)
+    service.manager.activations.let_go(block)
     del block
     torch.zeros(NBYTES // 4, device=device)
     device_module.synchronize()
@@ -353,8 +353,8 @@ def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
     assert service.manager.stats()["host.slots"] == (0 if direction == "offload" else 2)
     service.do(*actions["offload"], *(Release(block.key) for block in blocks))
     for block, contents in zip(blocks, expected, strict=True):
-        assert torch.equal(service.manager.load(block, view).cpu(), contents)
-        service.manager.let_go(block)
+        assert torch.equal(service.manager.activations.load(block, view).cpu(), contents)
+        service.manager.activations.let_go(block)
 
 
 @pytest.mark.usefixtures("careless")
@@ -367,8 +367,8 @@ def test_a_change_between_the_copy_and_the_release_is_refused(device: str, servi
     tensor.add_(1)
     service.do(Release(block.key))
     with pytest.raises(ChangedTensor, match="changed in place"):
-        service.manager.load(block, view)
-    service.manager.let_go(block)
+        service.manager.activations.load(block, view)
+    service.manager.activations.let_go(block)
 
 
 def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, service: Service) -> None:
@@ -378,10 +378,10 @@ def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, se
     del tensor
     service.do(Offload(block.key))
     service.do(Release(block.key))
-    service.manager.load(block, view).add_(1)
+    service.manager.activations.load(block, view).add_(1)
     with pytest.raises(ChangedTensor, match="changed in place"):
-        service.manager.load(block, view)
-    service.manager.let_go(block)
+        service.manager.activations.load(block, view)
+    service.manager.activations.let_go(block)
 
 
 def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
@@ -396,11 +396,11 @@ def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
     for block in (old, new):
         service.do(Offload(block.key))
         service.do(Release(block.key))
-    assert torch.equal(service.manager.load(new, view).cpu(), expected)
+    assert torch.equal(service.manager.activations.load(new, view).cpu(), expected)
     with pytest.raises(ChangedTensor):
-        service.manager.load(old, view)
-    service.manager.let_go(old)
-    service.manager.let_go(new)
+        service.manager.activations.load(old, view)
+    service.manager.activations.let_go(old)
+    service.manager.activations.let_go(new)
 
 
 def test_a_slot_whose_copy_has_ended_is_used_again(
@@ -410,7 +410,7 @@ def test_a_slot_whose_copy_has_ended_is_used_again(
     for _ in range(2):
         block = service.save(make_tensor(device))
         service.do(Offload(block.key))
-        service.manager.let_go(block)
+        service.manager.activations.let_go(block)
         device_module.synchronize()
     assert service.manager.stats()["host.used.peak"] == NBYTES
 
@@ -429,12 +429,12 @@ def test_an_early_reload_that_finds_the_device_full_is_put_off(
     try:
         service.do(Reload(block.key))
         with pytest.raises(torch.OutOfMemoryError):
-            service.manager.load(block, view)
+            service.manager.activations.load(block, view)
     finally:
         device_module.set_per_process_memory_fraction(1.0)
     assert service.manager.stats()["reloads_postponed.total"] == 1
-    assert torch.equal(service.manager.load(block, view).cpu(), expected)
-    service.manager.let_go(block)
+    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    service.manager.activations.let_go(block)
 
 
 @pytest.mark.schedules("eager", "late", why="its copies run when they like")
@@ -451,10 +451,10 @@ def test_the_host_waits_for_room_that_is_about_to_be_free(device: str, link: Lin
         service.do(Offload(first.key))
         assert first.ticket is not None
         copied = first.ticket.event
-        service.manager.let_go(first)
+        service.manager.activations.let_go(first)
         assert not copied.query()
         service.do(Offload(second.key))
         assert copied.query()
-        service.manager.let_go(second)
+        service.manager.activations.let_go(second)
         assert manager.stats()["host.waits.total"] == 1
         assert manager.stats()["kept.blocks.total"] == 0

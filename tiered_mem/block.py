@@ -14,7 +14,7 @@ from .tiers import DeviceSlot, HostSlot
 from .transfer import Ticket
 
 if TYPE_CHECKING:
-    from .spiller import Read, Stored, Write
+    from .spill_moves import Read, Stored, Write
 
 # Which storage, the first byte in it, and the number of bytes.
 Span = tuple[int, int, int]

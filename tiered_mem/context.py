@@ -15,7 +15,7 @@ from .forward_pass import ForwardPass, untraced
 from .movable import Movable
 
 if TYPE_CHECKING:
-    from .manager import TieringManager
+    from .activations import Activations
 
 
 class OffloadContext(contextlib.ContextDecorator):
@@ -27,8 +27,8 @@ class OffloadContext(contextlib.ContextDecorator):
     runs the forward. Made by TieringManager.offload_context().
     """
 
-    def __init__(self, manager: TieringManager, layers: Sequence[torch.nn.Module], movable: Movable) -> None:
-        self._manager = manager
+    def __init__(self, activations: Activations, layers: Sequence[torch.nn.Module], movable: Movable) -> None:
+        self._activations = activations
         self._layers = layers
         self._movable = movable
         self._expected = len(layers)
@@ -37,7 +37,7 @@ class OffloadContext(contextlib.ContextDecorator):
     def __enter__(self) -> OffloadContext:
         if self._entered is not None:
             raise RuntimeError("this offload context is entered already; make a second one to nest forwards")
-        self._entered = _Entered(ForwardPass(self._manager, self._movable, self._expected), self._layers)
+        self._entered = _Entered(ForwardPass(self._activations, self._movable, self._expected), self._layers)
         return self
 
     def __exit__(

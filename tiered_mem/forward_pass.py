@@ -16,7 +16,7 @@ from .policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
 from .saved_tensor import Saved, SavedParts, SavedTensor, StrayTensor, keep
 
 if TYPE_CHECKING:
-    from .manager import TieringManager
+    from .activations import Activations
 
 
 P = ParamSpec("P")
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 class ForwardPass:
-    """Autograd's saved tensors on one side, the manager on the other.
+    """Autograd's saved tensors on one side, the activations of a manager on the other.
 
     Layers are numbered in the order in which they begin. Autograd keeps this object, by its hooks, for as long as
     the graph lives; what is handed out here is self-contained, so that graphs may be in flight together.
@@ -32,8 +32,8 @@ class ForwardPass:
     num_layers: how many layers the forward is expected to have, for the policy.
     """
 
-    def __init__(self, manager: TieringManager, movable: Movable, num_layers: int) -> None:
-        self._manager = manager
+    def __init__(self, activations: Activations, movable: Movable, num_layers: int) -> None:
+        self._activations = activations
         self._movable = movable
         self._weights = movable.weights()
         self._layer: int | None = None
@@ -41,8 +41,8 @@ class ForwardPass:
         self._strays: dict[int, list[weakref.ref[StrayTensor]]] = {}
         self._backward_of: int | None = None
         self.keys: list[dict[int, None]] = []
-        self.graph = manager.new_graph()
-        manager.notify(ForwardBegin(self.graph, num_layers))
+        self.graph = activations.new_graph()
+        activations.notify(ForwardBegin(self.graph, num_layers))
 
     @property
     def movable(self) -> Movable:
@@ -65,7 +65,7 @@ class ForwardPass:
         """
         layer = self._layer = len(self.keys)
         self.keys.append({})
-        self._manager.notify(LayerBegin(self.graph, layer))
+        self._activations.notify(LayerBegin(self.graph, layer))
         self._inputs = {tensor.untyped_storage()._cdata: layer for tensor in inputs if type(tensor) is torch.Tensor}
         if self._strays:
             self._claim_strays(layer)
@@ -77,13 +77,13 @@ class ForwardPass:
 
     def end_layer(self, layer: int) -> None:
         self._layer = None
-        self._manager.notify(LayerEnd(self.graph, layer))
+        self._activations.notify(LayerEnd(self.graph, layer))
 
     def begin_backward(self, layer: int) -> None:
         """The layer's backward begins. The first tensor that it asks for tells as much."""
         if layer != self._backward_of:
             self._backward_of = layer
-            self._manager.notify(LayerBegin(self.graph, layer, backward=True))
+            self._activations.notify(LayerBegin(self.graph, layer, backward=True))
 
     def end(self) -> None:
         """No more is saved. What was saved stays until autograd lets go of it."""
@@ -91,7 +91,7 @@ class ForwardPass:
         self._inputs = {}
         self._strays = {}
         self._weights = frozenset()
-        self._manager.notify(ForwardEnd(self.graph))
+        self._activations.notify(ForwardEnd(self.graph))
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """What autograd keeps of a tensor that is saved."""
@@ -123,15 +123,15 @@ class ForwardPass:
             stray = StrayTensor(keep(tensor, None))
             self._strays.setdefault(storage._cdata, []).append(weakref.ref(stray))
             return stray
-        block, view = self._manager.save(tensor, self.graph, layer)
+        block, view = self._activations.save(tensor, self.graph, layer)
         self.keys[layer][block.key] = None
-        return SavedTensor(self._manager, block, view, layer)
+        return SavedTensor(self._activations, block, view, layer)
 
     def _claim_strays(self, layer: int) -> None:
         for storage in self._inputs.keys() & self._strays.keys():
             for reference in self._strays.pop(storage):
                 stray = reference()
-                block = None if stray is None else stray.move(self._manager, self.graph, layer)
+                block = None if stray is None else stray.move(self._activations, self.graph, layer)
                 if block is not None:
                     self.keys[layer][block.key] = None
 

@@ -12,7 +12,7 @@ from .forward_pass import ForwardPass
 from .movable import Movable
 
 if TYPE_CHECKING:
-    from .manager import TieringManager
+    from .activations import Activations
 
 
 class LayerContext(contextlib.ContextDecorator):
@@ -80,8 +80,10 @@ class LayerSequence:
         Without it the numbers follow the order of the calls alone, as a schedule for pipelines needs it.
     """
 
-    def __init__(self, manager: TieringManager, movable: Movable, num_layers: int, *, variable_depth: bool) -> None:
-        self._manager = manager
+    def __init__(
+        self, activations: Activations, movable: Movable, num_layers: int, *, variable_depth: bool
+    ) -> None:
+        self._activations = activations
         self._movable = movable
         self._num_layers = num_layers
         self._variable_depth = variable_depth
@@ -110,7 +112,7 @@ class LayerSequence:
         if self._forward is not None and (self._complete or self._gone()):
             self.restart()
         if self._forward is None:
-            self._forward = ForwardPass(self._manager, self._movable, self._num_layers)
+            self._forward = ForwardPass(self._activations, self._movable, self._num_layers)
         self._open = self._forward.begin_layer()
         return self._open
 
@@ -135,4 +137,4 @@ class LayerSequence:
 
     def _gone(self) -> bool:
         keys = self.keys()
-        return self._variable_depth and bool(keys) and not self._manager.any_alive(keys)
+        return self._variable_depth and bool(keys) and not self._activations.any_alive(keys)

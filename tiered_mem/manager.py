@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
 
 import torch
 
+from .activations import Activations
 from .allocators import HostPool
-from .block import Block, View
 from .chosen_tiers import disk_tier, host_tier
 from .context import OffloadContext
 from .device import Device
-from .errors import Closed, PolicyError
 from .host_budget import HostBytes
 from .layer_context import LayerContext, LayerSequence
 from .module_phases import ModulePhases
 from .movable import Movable
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
-from .policies import (
-    Action,
-    Dropped,
-    Event,
-    Fetch,
-    HostPressure,
-    LayerBegin,
-    LayerEnd,
-    Offload,
-    Policy,
-    Release,
-    Reload,
-    Saved,
-    Spill,
-    policy_by_name,
-)
+from .policies import Action, HostPressure, Policy, policy_by_name
+from .policy_actions import PolicyActions
 from .repeated_blocks import repeated_blocks
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
@@ -50,7 +31,9 @@ from .stats import Counters, Stats, flatten, summary
 from .store import BlockStore
 from .tiers import DeviceTier, HostTier
 from .trace import Trace, summary_rows
+from .traced_layers import TracedLayers
 from .transfer import TransferEngine
+from .turn import Turn
 
 
 class TieringManager:
@@ -80,6 +63,8 @@ class TieringManager:
         that copies to the host and to the device run side by side.
     trace: record when layers, copies and waits begin and end, for export_trace() and memory_summary(). It costs a
         few events for each layer.
+
+    activations: what the offload contexts of this manager use.
 
     Use it as a context manager, or call close(); one that is forgotten frees its host memory when the last
     activation in it is gone. Raises ValueError for arguments that cannot be right, DeviceUnavailable for a device
@@ -113,11 +98,10 @@ class TieringManager:
                 self._disk.close()
             raise
         self._trace = Trace(self.device) if trace else None
-        self._backward = -1
         stream = None if transfer_stream is None else self.device.generic(transfer_stream)
         self._engine = TransferEngine(self.device, stream, self._trace)
         self._counters = Counters()
-        self._spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
+        spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
         self._store = BlockStore(
             DeviceTier(self.device),
             self._host,
@@ -125,27 +109,23 @@ class TieringManager:
             self._counters,
             partial(_advise, self._policy),
             self._trace,
-            self._spiller,
+            spiller,
         )
+        actions = PolicyActions(self._policy, self._store)
+        self._turn = Turn(actions.let_go)
         self._phases = ModulePhases(self.device, self._host, self._engine, self._store.make_room)
-        self._do = {
-            Offload: self._store.offload,
-            Release: self._store.release,
-            Reload: self._store.reload_early,
-            Spill: self._store.spill,
-            Fetch: self._store.fetch,
-        }
-        self._optimizers = RegisteredOptimizers(
-            self.device, self._engine, self._host, self._disk, partial(_exclusive, weakref.ref(self))
+        self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)
+        self.activations = Activations(
+            self._turn,
+            actions,
+            self._store,
+            spiller=spiller,
+            traced=None if self._trace is None else TracedLayers(self._trace, self._turn),
+            before=self._phases.bury,
+            after=self._optimizers.progress,
         )
-        self._graphs = itertools.count()
-        self._closed = False
-        # One lock over bookkeeping and the issuing of copies. A saved tensor may die anywhere, even in the middle
-        # of the code that holds the lock, so that its block is only put on this list, for whoever has the lock.
-        self._lock = threading.Lock()
-        self._let_go: deque[Block] = deque()
-        self._postponed: list[Action] = []  # what a policy answered when a block died, maybe within a `__del__`
-        weakref.finalize(self, _abandon, self._engine, self._host, self._disk).atexit = False
+        # Saved tensors keep these, and not the manager.
+        weakref.finalize(self.activations, _abandon, self._engine, self._host, self._disk).atexit = False
 
     def offload_context(
         self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str = 1 << 20
@@ -165,7 +145,7 @@ class TieringManager:
             modules = list(layers)
         self._policy.check(len(modules))
         movable = Movable(self.device, modules, min_bytes=self._smallest(min_bytes))
-        return OffloadContext(self, modules, movable)
+        return OffloadContext(self.activations, modules, movable)
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str = 1 << 20, variable_depth: bool = True
@@ -181,7 +161,7 @@ class TieringManager:
         """
         self._policy.check(num_layers)
         movable = Movable(self.device, (), min_bytes=self._smallest(min_bytes))
-        return LayerContext(LayerSequence(self, movable, num_layers, variable_depth=variable_depth))
+        return LayerContext(LayerSequence(self.activations, movable, num_layers, variable_depth=variable_depth))
 
     def register_optimizer(
         self,
@@ -202,7 +182,7 @@ class TieringManager:
         Raises ValueError for an optimizer that is registered, or cannot be tiered, TierFull where there is no room
         for all states, and Closed.
         """
-        self._check_open()
+        self.activations.check_open()
         return self._optimizers.register(
             optimizer, bucket_bytes=parse_bytes(bucket_bytes), residency=residency, owner=self
         )
@@ -222,9 +202,9 @@ class TieringManager:
             thing.states.offload()
             return
         self._can_phase(thing)
-        with _Exclusive(self):
-            self._check_open()
-            self._go_on()
+        with self._turn:
+            self.activations.check_open()
+            self.activations.go_on()
             self._phases.offload(thing, gradients=gradients, owner=self)
 
     def reload(self, thing: torch.nn.Module | TieredOptimizer) -> None:
@@ -240,13 +220,9 @@ class TieringManager:
             thing.states.reload()
             return
         self._can_phase(thing)
-        with _Exclusive(self):
-            self._go_on()
+        with self._turn:
+            self.activations.go_on()
             self._phases.reload(thing)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the manager is closed: make a new one")
 
     def _can_phase(self, thing: object) -> None:
         if not isinstance(thing, torch.nn.Module):
@@ -267,8 +243,8 @@ class TieringManager:
     def stats(self) -> Stats:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
         self._optimizers.bury()
-        with _Exclusive(self):
-            self._go_on()
+        with self._turn:
+            self.activations.go_on()
             self._host.collect()
             disk = None if self._disk is None else self._disk.stats()
             stats = flatten(self._counters, self._host.pool_stats(), self._host.slots, self._store.blocks, disk)
@@ -280,7 +256,7 @@ class TieringManager:
 
     def export_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes what was recorded as a Chrome trace, which Perfetto opens. RuntimeError without trace=True."""
-        with _Exclusive(self):
+        with self._turn:
             if self._trace is None:
                 raise RuntimeError("nothing was recorded: make the manager with trace=True")
             self._trace.export(path)
@@ -288,7 +264,7 @@ class TieringManager:
     def synchronize(self) -> None:
         """Waits on the host for every copy and file operation that was started; takes back the slots they used."""
         self._optimizers.settle()
-        with _Exclusive(self):
+        with self._turn:
             self._engine.synchronize()
             self._store.settle()
             self._host.collect()
@@ -303,10 +279,10 @@ class TieringManager:
         again.
         Raises DeviceFailed where the device dropped copies after a failure.
         """
-        with _Exclusive(self):
-            self._closed = True
+        with self._turn:
+            self.activations.close()
         self._optimizers.close()
-        with _Exclusive(self):
+        with self._turn:
             for block in list(self._store.blocks):
                 self._store.retire(block)
             self._phases.close()
@@ -324,126 +300,15 @@ class TieringManager:
     ) -> None:
         self.close()
 
-    # What the offload context calls.
-
-    def new_graph(self) -> int:
-        """A number for one pass through a forward."""
-        self._check_open()
-        graph = next(self._graphs)
-        if self._spiller is not None:
-            self._spiller.step = graph
-        return graph
-
-    def notify(self, event: Event) -> None:
-        """Tells the policy and does what it answers."""
-        with _Exclusive(self):
-            if self._trace is not None:
-                self._tell(self._trace, event)
-            self._go_on()
-            self._act(self._policy.decide(event))
-        self._optimizers.progress()
-
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""
-        with _Exclusive(self):
-            self._go_on()
-            self._act(list(actions))
-
-    def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]:
-        """Takes a tensor that a layer saves for backward: its block, and how it lies there.
-
-        Whoever gets the block lets go of it once.
-        """
-        with _Exclusive(self):
-            self._go_on()
-            block, view = self._store.save(tensor)
-            if self._trace is not None and view.number == 0:
-                self._trace.saved(graph, layer, block.nbytes)
-            try:
-                self._act(self._policy.decide(Saved(graph, layer, block.key, block.nbytes)))
-            except BaseException:
-                self._let_go.append(block)  # nobody will get it
-                raise
-            return block, view
-
-    def any_alive(self, keys: Iterable[int]) -> bool:
-        """Whether any of the blocks is still needed."""
-        with _Exclusive(self):
-            return any(self._store.find(key) is not None for key in keys)
-
-    def offloaded_bytes(self, keys: Iterable[int]) -> int:
-        """The size of those of the blocks that are still needed and were offloaded, though they may be back."""
-        with _Exclusive(self):
-            blocks = (self._store.find(key) for key in set(keys))
-            return sum(block.nbytes for block in blocks if block is not None and block.offloaded)
-
-    def load(self, block: Block, view: View) -> torch.Tensor:
-        """The saved tensor, on the device and ready for work that is issued now on the current stream.
-
-        Raises ChangedTensor, or Closed where its bytes went with the manager.
-        """
-        with _Exclusive(self):
-            self._go_on()
-            return self._store.load(block, view)
-
-    def let_go(self, block: Block) -> None:
-        """One saved tensor less needs the block. May be called from anywhere, from `__del__` too."""
-        self._let_go.append(block)
-        self._bury_let_go()
-
-    # Under the lock.
-
-    def _go_on(self) -> None:
-        self._phases.bury()
-        self._store.progress()
-        if self._postponed:
-            actions, self._postponed = self._postponed, []
-            self._act(actions)
-
-    def _bury_let_go(self) -> None:
-        """Whoever finds the lock free does it; who does not leaves it to the lock's holder, who comes here next."""
-        while self._let_go and self._lock.acquire(blocking=False):
-            try:
-                while self._let_go:
-                    block = self._let_go.popleft()
-                    if self._store.let_go(block):
-                        self._postponed += self._policy.decide(Dropped(block.key))
-            finally:
-                self._lock.release()
-
-    def _tell(self, trace: Trace, event: Event) -> None:
-        if isinstance(event, LayerBegin):
-            trace.layer_begins(event.graph, event.layer, backward=event.backward)
-            task = torch._C._current_graph_task_id()
-            if event.backward and task not in (-1, self._backward):
-                # Nothing but the engine knows when its last layer is through.
-                self._backward = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        elif isinstance(event, LayerEnd):
-            trace.layer_ends(event.graph, event.layer)
-
-    def _backward_ends(self) -> None:
-        with _Exclusive(self):
-            if self._trace is not None:
-                self._trace.backward_ends()
+        self.activations.act(actions)
 
     def _overlap(self) -> list[tuple[str, str]]:
-        with _Exclusive(self):
+        with self._turn:
             if self._trace is None:
                 return [("overlap", "not measured: it takes trace=True")]
             return summary_rows(self._trace.figures())
-
-    def _act(self, actions: Sequence[Action]) -> None:
-        if not actions:
-            return
-        for kind, group in itertools.groupby(actions, type):
-            alike = list(group)
-            if kind not in self._do:
-                raise PolicyError(f"{type(self._policy).__name__} answered {alike[0]!r}, which is not an action")
-            # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
-            keys = dict.fromkeys(action.key for action in alike)
-            blocks = [block for key in keys if (block := self._store.find(key)) is not None]
-            self._do[kind](blocks)
 
 
 def _advise(policy: Policy, nbytes: int) -> Sequence[Action]:
@@ -457,26 +322,3 @@ def _abandon(engine: TransferEngine, host: HostTier, disk: DiskTier | None) -> N
     if disk is not None:
         disk.close()
     host.abandon()
-
-
-def _exclusive(manager: weakref.ref[TieringManager]) -> contextlib.AbstractContextManager[None]:
-    """For those whom the manager outlives, or who hold it: not a reference that would keep it alive in a cycle."""
-    found = manager()
-    return contextlib.nullcontext() if found is None else _Exclusive(found)
-
-
-class _Exclusive:
-    """Inside, a manager's bookkeeping is this thread's alone. Afterwards what was let go of meanwhile is buried."""
-
-    __slots__ = ("_manager",)
-
-    def __init__(self, manager: TieringManager) -> None:
-        self._manager = manager
-
-    def __enter__(self) -> None:
-        self._manager._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._manager._lock.release()
-        if self._manager._let_go:
-            self._manager._bury_let_go()

@@ -7,17 +7,16 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from .away import away, bring_back, send_away
+from .away import away, send_away
 from .block import groups
 from .device import Device, Event
 from .errors import OffloadRefused, TierFull
 from .module_storages import HeldStorage, held_storages, members
+from .parked import HostCopy, Parked, keep_copy, kept_copy
 from .sizes import format_bytes
 from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
 from .transfer import TransferEngine
@@ -161,7 +160,7 @@ class ModulePhases:
         )
 
     def _kept(self, held: HeldStorage) -> HostCopy | None:
-        copy = _kept_copies(held).get(_place(held))
+        copy = kept_copy(held)
         if copy is None or copy not in self._copies or copy.given_up:
             return None
         fits = copy.slot.tensor.nbytes == held.nbytes and copy.slot.tensor.dtype is held.dtype
@@ -182,7 +181,7 @@ class ModulePhases:
             raise
 
     def _park(self, held: HeldStorage, copy: HostCopy, module: str, owner: object) -> None:
-        _kept_copies(held)[_place(held)] = copy
+        keep_copy(held, copy)
         marks = dict(vars(held.storage))
         parameter = held.members[0].parameter
         of = _nothing if parameter is None else TensorWeakRef(parameter)
@@ -215,62 +214,6 @@ class ModulePhases:
                 each.copy.give_up()
 
 
-@dataclass(eq=False)
-class HostCopy:
-    """Host memory for the bytes of one storage, from one cycle to the next.
-
-    unused: where its slot goes when nobody can want it any more.
-    event: the end of a copy that reads it.
-    """
-
-    slot: HostSlot
-    unused: deque[tuple[HostSlot, Event | None]]
-    event: Event | None = None
-    given_up: bool = False
-
-    def give_up(self) -> None:
-        if not self.given_up:
-            self.given_up = True
-            self.unused.append((self.slot, self.event))
-
-    def __del__(self) -> None:
-        self.give_up()
-
-
-@dataclass(eq=False)
-class Parked:
-    """One storage that is away. Its tensors keep it, and not the other way round.
-
-    marks: the attributes of the storage.
-    owner: what is kept alive meanwhile.
-    parameter: whose gradient it is, or None.
-    orphaned: its manager was closed, and there was no room on the device.
-    """
-
-    copy: HostCopy
-    nbytes: int
-    dtype: torch.dtype
-    marks: dict[str, Any]
-    owner: object
-    parameter: Callable[[], torch.Tensor | None]
-    tensors: list[TensorWeakRef] = field(default_factory=list)
-    orphaned: bool = False
-
-    @property
-    def advice(self) -> str:
-        if self.orphaned:
-            return "its manager was closed when the device had no room for it. Free some, and call manager.reload()"
-        return "call manager.reload(module) before it is used"
-
-    def restore(self, flat: torch.Tensor) -> None:
-        """Makes its tensors views of new device memory."""
-        vars(flat.untyped_storage()).update(self.marks)
-        for reference in self.tensors:
-            tensor = reference()
-            if tensor is not None:
-                bring_back(tensor, flat)
-
-
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
     """Inside, tensors are made that autograd and later work can use, whatever mode the caller is in."""
@@ -280,30 +223,3 @@ def _plainly() -> Iterator[None]:
 
 def _nothing() -> None:
     """What is no parameter's gradient."""
-
-
-# Where the host memory of a storage waits for the next cycle: on the storage. New gradients come with new storages,
-# so that theirs waits on the parameter's.
-_COPIES = "_tiered_mem_copies"
-
-
-def _kept_copies(held: HeldStorage) -> dict[int, HostCopy]:
-    parameter = held.members[0].parameter
-    attributes: dict[str, Any]
-    if parameter is None:
-        attributes = vars(held.storage)
-    elif (known := away(parameter)) is None:
-        attributes = vars(parameter.untyped_storage())
-    else:
-        attributes = known.home.marks if isinstance(known.home, Parked) else {}
-    copies: dict[int, HostCopy] = attributes.setdefault(_COPIES, {})
-    return copies
-
-
-def _place(held: HeldStorage) -> int:
-    """Under which number the host memory waits: -1 is the storage's own, others are where a parameter begins."""
-    parameter = held.members[0].parameter
-    if parameter is None:
-        return -1
-    known = away(parameter)
-    return known.offset if known is not None else int(parameter.storage_offset())

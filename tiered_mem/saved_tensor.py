@@ -12,16 +12,16 @@ from .errors import changed_tensor
 from .parts import Apart
 
 if TYPE_CHECKING:
-    from .manager import TieringManager
+    from .activations import Activations
 
 
 class SavedTensor:
     """A tensor in a block that the manager moves. It needs the block for as long as it lives."""
 
-    __slots__ = ("_block", "_manager", "_view", "layer")
+    __slots__ = ("_activations", "_block", "_view", "layer")
 
-    def __init__(self, manager: TieringManager, block: Block, view: View, layer: int) -> None:
-        self._manager = manager
+    def __init__(self, activations: Activations, block: Block, view: View, layer: int) -> None:
+        self._activations = activations
         self._block = block
         self._view = view
         self.layer: int | None = layer
@@ -31,10 +31,10 @@ class SavedTensor:
 
         Raises ChangedTensor, which hooks keep autograd from seeing, or Closed.
         """
-        return self._manager.load(self._block, self._view)
+        return self._activations.load(self._block, self._view)
 
     def __del__(self) -> None:
-        self._manager.let_go(self._block)
+        self._activations.let_go(self._block)
 
 
 class KeptTensor(NamedTuple):
@@ -67,13 +67,13 @@ class StrayTensor:
     def load(self) -> torch.Tensor:
         return self._saved.load()
 
-    def move(self, manager: TieringManager, graph: int, layer: int) -> Block | None:
-        """Hands the tensor to the manager. Not if it was changed: then there is nothing right to keep."""
+    def move(self, activations: Activations, graph: int, layer: int) -> Block | None:
+        """Hands the tensor over. Not if it was changed: then there is nothing right to keep."""
         kept = self._saved
         if not isinstance(kept, KeptTensor) or kept.tensor._version != kept.version:
             return None
-        block, view = manager.save(kept.tensor, graph, layer)
-        self._saved = SavedTensor(manager, block, view._replace(origin=kept.origin), layer)
+        block, view = activations.save(kept.tensor, graph, layer)
+        self._saved = SavedTensor(activations, block, view._replace(origin=kept.origin), layer)
         return block
 
 

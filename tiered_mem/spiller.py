@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
 from .block import Block, Place, groups
-from .device import Event
 from .errors import TierFull
-from .spill.disk_record import Record
 from .spill.disk_tier import DiskTier
-from .spill.io_queue import Job
 from .spill.record_io import Piece
+from .spill_moves import Member, Read, Shared, Stored, Write
 from .stats import Counters
-from .tiers import HostSlot, HostTier, Lease
+from .tiers import HostSlot, HostTier
 
 # Operations end in about the order in which they were begun, and each look at one costs the training thread time.
 _LOOKED_AT = 8
@@ -266,49 +262,6 @@ class Spiller:
         shared.users -= 1
         if shared.users == 0:
             self._disk.release(shared.record)
-
-
-@dataclass(slots=True, eq=False)
-class Shared:
-    """A record, and how many blocks and reads need it."""
-
-    record: Record
-    users: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Stored:
-    """Where a block is on disk: in which record, and which piece of it."""
-
-    shared: Shared
-    index: int
-
-
-class Member(NamedTuple):
-    """A block of a file operation, the slot that it is written from or read into, and what keeps that meanwhile."""
-
-    block: Block
-    slot: HostSlot
-    lease: Lease
-
-
-@dataclass(slots=True, eq=False)
-class Write:
-    """Blocks that go into one record, once the copies to the host have ended that fill their slots."""
-
-    members: list[Member]
-    nbytes: int
-    copies: list[Event]
-    record: Record | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Read:
-    """Blocks that come back from one record."""
-
-    members: list[Member]
-    job: Job
-    shared: Shared
 
 
 def _sizes(blocks: Sequence[Block]) -> list[tuple[int, torch.dtype]]:

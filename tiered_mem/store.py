@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -14,11 +13,12 @@ from .block import Block, Place, Span, View, flat, groups, span_of, view_of
 from .errors import Closed, TierFull, changed_tensor
 from .host_room import Advise, HostRoom
 from .marks import stays
-from .spiller import Read, Spiller
+from .spiller import Spiller
 from .stats import Counters
 from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
 from .trace import Trace
 from .transfer import Ticket, TransferEngine
+from .wanted import WantedBlocks
 
 _log = logging.getLogger("tiered_mem.store")
 
@@ -41,16 +41,14 @@ class BlockStore:
         spiller: Spiller | None = None,
     ) -> None:
         self._device = device
-        self._spiller = spiller
-        self._wanted: dict[Block, None] = {}  # on disk, and to be on the device soon
-        self._full_at = 0
         self._leaving_next: dict[Block, bool] = {}  # whether to release it as soon as it is leaving
-        self._trace = trace
         self._host = host
+        self._spiller = spiller
         self._engine = engine
         self._counters = counters
         self._blocks: dict[int, Block] = {}
         self._room = HostRoom(host, spiller, advise, self._blocks, counters, trace)
+        self._wanted = None if spiller is None else WantedBlocks(host, spiller, self._room, counters)
         self._by_span: dict[Span, Block] = {}
         self._keys = itertools.count()
 
@@ -82,10 +80,10 @@ class BlockStore:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
         if not block.unchanged():
             raise changed_tensor(view, view.origin)
-        if block.place is Place.DISK:
-            self._bring_up(block)
+        if block.place is Place.DISK and self._wanted is not None:
+            self._wanted.bring_up(block, self.make_room)
         if block.place is Place.HOST:
-            if block not in self._wanted:
+            if self._wanted is None or block not in self._wanted:
                 self._counters.reloads_on_demand += 1
             self.reload([block])
         if block.device is None:
@@ -158,14 +156,10 @@ class BlockStore:
 
     def progress(self) -> None:
         """Goes on with what was waiting for a file operation that has ended."""
-        if self._spiller is None or not (self._spiller.busy or self._wanted):
+        if self._wanted is None or not self._wanted.busy:
             return
-        self._spiller.collect()
-        ready = [block for block in self._wanted if block.place is not Place.DISK]
-        for block in ready:
-            del self._wanted[block]
-        self.reload_early(ready)
-        self._fetch_wanted()
+        self.reload_early(self._wanted.collect())
+        self._wanted.fetch()
 
     def settle(self) -> None:
         """Waits for the file operations under way."""
@@ -187,11 +181,12 @@ class BlockStore:
                     block.device = self._device.reserve(block.nbytes, block.dtype, stream)
                     block.place = Place.ARRIVING
                     moves.append((block, block.host, block.device))
-                elif block.place is Place.DISK:
-                    self._wanted[block] = None
+                elif block.place is Place.DISK and self._wanted is not None:
+                    self._wanted.add(block)
         finally:
             self._start_reloads(moves)
-        self._fetch_wanted(anew=True)
+        if self._wanted is not None:
+            self._wanted.fetch(anew=True)
 
     def make_room(self, nbytes: int) -> bool:
         """Makes or waits for room in the host tier. Whether there may be so much by now."""
@@ -248,43 +243,6 @@ class BlockStore:
                 else:
                     for block in group:
                         yield from self._find_room([block], more_room)
-
-    def _fetch_wanted(self, *, anew: bool = False) -> None:
-        """Reads what is wanted on the device, as far as the host has room.
-
-        anew: try although there was no room the last time.
-        """
-        if self._spiller is None or not self._wanted:
-            return
-        used = self._host.pool_stats().used
-        if not anew and used >= self._full_at:
-            return
-        self._full_at = sys.maxsize
-        for block in [block for block in self._wanted if not self._spiller.readable(block)]:
-            del self._wanted[block]  # backward will hear of it
-        try:
-            self._spiller.fetch(list(self._wanted))
-        except TierFull:
-            self._full_at = self._host.pool_stats().used
-
-    def _bring_up(self, block: Block) -> None:
-        """Reads a block that is needed now, unless it is being read already. Raises what the disk tier found."""
-        if self._spiller is None:
-            return
-        if block.move is None:
-            self._spiller.fetch_anyhow(block, self.make_room)
-        read = block.move
-        if isinstance(read, Read):
-            self._counters.disk_waits += not read.job.done
-            with self._room.waiting():
-                read.job.wait()
-            self._spiller.collect()
-            error = read.job.error
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del read, error  # or the error and this frame would keep each other, and the block, alive
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
@@ -348,9 +306,8 @@ class BlockStore:
             tensor.record_stream(stream)  # type: ignore[arg-type]
 
     def _forget_disk(self, block: Block) -> None:
-        self._wanted.pop(block, None)
-        if self._spiller is not None:
-            self._spiller.forget(block)
+        if self._wanted is not None:
+            self._wanted.forget(block)
 
     def _forget_device(self, block: Block) -> None:
         if block.unwanted is not None and block.device is not None:

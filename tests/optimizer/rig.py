@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -33,6 +31,19 @@ class DeclaredFaults(FaultyFiles):
     def __init__(self) -> None:
         super().__init__()
         self._files = DeclaredFiles()
+
+
+class Guard:
+    """A lock that fails where it cannot be had."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        assert self._lock.acquire(timeout=10), "taken twice, or held while something waits"
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 class GuardedPool:
@@ -68,6 +79,7 @@ class Rig:
         self.device = Device(device)
         self.engine = TransferEngine(self.device)
         self.lock = threading.Lock()
+        self.exclusive = Guard(self.lock)
         pool = pool_for(self.device, host_slots * SLOT, True, preallocate=False)
         self.pool = GuardedPool(pool, self.lock)
         self.host = HostTier(self.pool)
@@ -81,14 +93,6 @@ class Rig:
         self._staging: Staging | None = None
         self._residences: list[Residence] = []
         self._disk_is_closed = False
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        assert self.lock.acquire(timeout=10), "taken twice, or held while something waits"
-        try:
-            yield
-        finally:
-            self.lock.release()
 
     @property
     def staging(self) -> Staging:
@@ -146,7 +150,7 @@ class Rig:
 
     def in_use(self) -> int:
         """Bytes of the host tier."""
-        with self.exclusive():
+        with self.exclusive:
             self.host.collect()
         return self.stats().used
 
@@ -166,7 +170,7 @@ class Rig:
             self._staging.close()
             assert self._staging.slots == 0
         self.engine.synchronize()
-        with self.exclusive():
+        with self.exclusive:
             self.host.collect()
         assert self.host.slots == 0
         self.host.close()

@@ -243,7 +243,7 @@ def test_the_host_tier_is_free_for_others_while_a_bucket_waits(operation: str, m
             begin_writes(rig)
         thread = in_a_thread(second.take)
         assert hold.reached.wait(10)
-        with rig.exclusive():
+        with rig.exclusive:
             (slot,) = rig.host.reserve([(4096, torch.uint8)])
             rig.host.release(slot, None)
         assert thread.is_alive()

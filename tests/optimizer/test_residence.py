@@ -239,7 +239,7 @@ def test_a_residence_that_is_forgotten_leaves_no_cycle(rig: Rig, kind: str) -> N
         rig.staging.drain()
         rig.staging.release(keep)  # type: ignore[arg-type]
     else:
-        with rig.exclusive():
+        with rig.exclusive:
             rig.host.release(keep, None)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..activations import Activations
 from ..device import default_device
 from ..forward_pass import ForwardPass
 from ..host_budget import HostBytes
@@ -56,7 +57,7 @@ class OffloadableLayerState:
         )
         self._movable = Movable(self.manager.device, (), min_elements=MIN_ELEMENTS)
         self._tensors = PushedTensors()
-        self._moves = LayerMoves(self.manager)
+        self._moves = LayerMoves(self.manager.activations)
         self._forward: ForwardPass | None = None
 
     @property
@@ -68,7 +69,7 @@ class OffloadableLayerState:
         """Takes a tensor over. It stays usable."""
         self._moves.require("push_tensor", "not_offloaded")
         if self._forward is None:
-            self._forward = ForwardPass(self.manager, self._movable, 1)
+            self._forward = ForwardPass(self.manager.activations, self._movable, 1)
             self._forward.begin_layer()
         return self._tensors.push(self._forward, 0, tensor)
 
@@ -95,11 +96,11 @@ class OffloadableLayerState:
         if self._forward is not None:
             self._forward.end()
         self._forward = None
-        self._moves = LayerMoves(self.manager)
+        self._moves = LayerMoves(self.manager.activations)
 
     def get_offloaded_total_size_mb(self) -> float:
         """The size in MiB of what was offloaded and not let go of since; it may be back on the device."""
-        return self.manager.offloaded_bytes(self._keys()) / (1 << 20)
+        return self.manager.activations.offloaded_bytes(self._keys()) / (1 << 20)
 
     def _keys(self) -> Iterable[int]:
         return self._forward.keys[0] if self._forward is not None else ()
@@ -108,23 +109,23 @@ class OffloadableLayerState:
 class LayerMoves:
     """The steps of a layer's memory: each comes after the one before it."""
 
-    def __init__(self, manager: TieringManager) -> None:
-        self._manager = manager
+    def __init__(self, activations: Activations) -> None:
+        self._activations = activations
         self.state = "not_offloaded"
 
     def start_offload(self, keys: Iterable[int]) -> None:
         self.require("start_offload", "not_offloaded")
-        self._manager.act(Offload(key) for key in keys)
+        self._activations.act(Offload(key) for key in keys)
         self.state = "offload_started"
 
     def release(self, keys: Iterable[int]) -> None:
         self.require("release_activation_forward_gpu_memory", "offload_started")
-        self._manager.act(Release(key) for key in keys)
+        self._activations.act(Release(key) for key in keys)
         self.state = "offload_finished"
 
     def start_reload(self, keys: Iterable[int]) -> None:
         self.require("start_reload", "offload_finished")
-        self._manager.act(Reload(key) for key in keys)
+        self._activations.act(Reload(key) for key in keys)
         self.state = "reload_started"
 
     def require(self, step: str, *states: str) -> None:

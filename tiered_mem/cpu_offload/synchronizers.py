@@ -47,7 +47,7 @@ class OffloadSynchronizer:
             transfer_stream=offload_stream,
         )
         movable = Movable(self.manager.device, (), min_elements=MIN_ELEMENTS)
-        self.sequence = LayerSequence(self.manager, movable, num_layers, variable_depth=variable_depth)
+        self.sequence = LayerSequence(self.manager.activations, movable, num_layers, variable_depth=variable_depth)
         self._tensors = PushedTensors()
         self._graph: int | None = None
         self._backward_of: int | None = None
@@ -87,7 +87,7 @@ class OffloadSynchronizer:
 
     def get_offloaded_total_size_mb(self) -> float:
         """The size in MiB of what this iteration has offloaded and still needs; it may be back on the device."""
-        return self.manager.offloaded_bytes(self.sequence.keys()) / (1 << 20)
+        return self.manager.activations.offloaded_bytes(self.sequence.keys()) / (1 << 20)
 
     def _offloads(self, layer: int) -> bool:
         """Whether what the layer pushes is to be taken over at all."""
@@ -194,4 +194,4 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
                 f"layer {layer} has not begun: this iteration has begun {forward.layers} of {self.num_layers}"
             )
         self._moves = {key: moves for key, moves in self._moves.items() if key[0] == forward.graph}
-        return self._moves.setdefault((forward.graph, layer), LayerMoves(self.manager))
+        return self._moves.setdefault((forward.graph, layer), LayerMoves(self.manager.activations))

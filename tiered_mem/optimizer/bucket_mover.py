@@ -48,7 +48,7 @@ class BucketMover:
                 continue
             host = residence.take(blank=not bucket.away())
             leaving = bucket.leave(host, stream, set(bucket.params), self._device)
-            with self._exclusive():
+            with self._exclusive:
                 last = self._engine.offload(leaving.moves)
             residence.leave(last)
             reading.append(leaving)
@@ -67,7 +67,7 @@ class BucketMover:
             if (residence := bucket.residence) is None:
                 continue
             host = residence.take(blank=False)
-            with self._exclusive():
+            with self._exclusive:
                 (came,) = self._engine.reload([(host, DeviceSlot(flat, stream), residence.ticket)])
             residence.leave(None, came)
             came.hold(stream)

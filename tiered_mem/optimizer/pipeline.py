@@ -25,7 +25,7 @@ class Pipeline:
     each. The host waits for none of this. They pass through a window of device memory, a ring, which is there
     during a step only: it is allocated on the compute stream, which at the end waits for the last copy.
 
-    exclusive: makes a context in which the engine may be called.
+    exclusive: inside, the engine may be called.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Pipeline:
         moves = [
             (HostSlot(host.tensor[start:end], host.lease), window.slot(place, start, end)) for start, end in runs
         ]
-        with self._exclusive():
+        with self._exclusive:
             after = place.after if residence.ticket is None else [*place.after, residence.ticket]
             slot.came = self._engine.reload_into(moves, after)
         bucket.arrive(params, window.flat[place.start : place.end])
@@ -135,7 +135,7 @@ class Pipeline:
         try:
             fits = step(bucket)
             if fits and (leaving := bucket.leave(host, stream, changing, self._device)).moves:
-                with self._exclusive():
+                with self._exclusive:
                     done = self._engine.offload(leaving.moves)
                 if leaving.strangers:
                     # Their memory is free for the next bucket as soon as they are gone from here.

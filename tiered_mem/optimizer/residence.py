@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from ..tiers import HostSlot, HostTier
 from ..transfer import Ticket
 
 # Inside, the host tier is the caller's alone.
-Exclusive = Callable[[], AbstractContextManager[None]]
+Exclusive = AbstractContextManager[None]
 
 
 class Residence(Protocol):
@@ -121,7 +120,7 @@ class HostResidence:
         check_turn(self._taken, False)
         slot, self._slot = self._slot, None
         if slot is not None:
-            with self._exclusive():
+            with self._exclusive:
                 self._host.release(slot, None if self._last is None else self._last.event)
         self._ticket = self._last = None
 
@@ -142,7 +141,7 @@ class HostResidence:
 def reserve(host: HostTier, exclusive: Exclusive, nbytes: int, advice: str) -> HostSlot:
     """A uint8 slot. Raises TierFull with the advice, for the host tier knows only of activations."""
     try:
-        with exclusive():
+        with exclusive:
             return host.reserve([(nbytes, torch.uint8)])[0]
     except TierFull as error:
         raise TierFull(

@@ -80,7 +80,7 @@ class StagingSlots:
 
     def _release(self, slot: HostSlot) -> None:
         self.count -= 1
-        with self._exclusive():
+        with self._exclusive:
             self._host.release(slot, None)
 
 

@@ -1,0 +1,125 @@
+"""What layers save for backward, in blocks that move as a policy says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import torch
+
+from .block import Block, View
+from .errors import Closed
+from .policies import Action, Event, Saved
+from .policy_actions import PolicyActions
+from .spiller import Spiller
+from .store import BlockStore
+from .traced_layers import TracedLayers
+from .turn import Turn
+
+
+class Activations:
+    """The service behind the offload contexts: takes saved tensors and gives them back. Of any thread.
+
+    turn: taken by everything here. before: called in turn before anything else is done. after: called out of turn,
+    after each event.
+    """
+
+    def __init__(
+        self,
+        turn: Turn,
+        actions: PolicyActions,
+        store: BlockStore,
+        *,
+        spiller: Spiller | None,
+        traced: TracedLayers | None,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._turn = turn
+        self._actions = actions
+        self._store = store
+        self._spiller = spiller
+        self._traced = traced
+        self._before = before
+        self._after = after
+        self._graphs = itertools.count()
+        self._closed = False
+
+    def new_graph(self) -> int:
+        """A number for one pass through a forward. Raises Closed."""
+        self.check_open()
+        graph = next(self._graphs)
+        if self._spiller is not None:
+            self._spiller.step = graph
+        return graph
+
+    def notify(self, event: Event) -> None:
+        """Tells the policy and does what it answers."""
+        with self._turn:
+            if self._traced is not None:
+                self._traced.tell(event)
+            self.go_on()
+            self._actions.tell(event)
+        self._after()
+
+    def act(self, actions: Iterable[Action]) -> None:
+        """Does what a policy could have answered."""
+        with self._turn:
+            self.go_on()
+            self._actions.act(list(actions))
+
+    def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]:
+        """Takes a tensor that a layer saves for backward: its block, and how it lies there.
+
+        Whoever gets the block lets go of it once.
+        """
+        with self._turn:
+            self.go_on()
+            block, view = self._store.save(tensor)
+            if self._traced is not None and view.number == 0:
+                self._traced.saved(graph, layer, block.nbytes)
+            try:
+                self._actions.tell(Saved(graph, layer, block.key, block.nbytes))
+            except BaseException:
+                self._turn.let_go(block)  # nobody will get it
+                raise
+            return block, view
+
+    def load(self, block: Block, view: View) -> torch.Tensor:
+        """The saved tensor, on the device and ready for work that is issued now on the current stream.
+
+        Raises ChangedTensor, or Closed where its bytes went with the manager.
+        """
+        with self._turn:
+            self.go_on()
+            return self._store.load(block, view)
+
+    def let_go(self, block: Block) -> None:
+        """One saved tensor less needs the block. May be called from anywhere, from `__del__` too."""
+        self._turn.let_go(block)
+
+    def any_alive(self, keys: Iterable[int]) -> bool:
+        """Whether any of the blocks is still needed."""
+        with self._turn:
+            return any(self._store.find(key) is not None for key in keys)
+
+    def offloaded_bytes(self, keys: Iterable[int]) -> int:
+        """The size of those of the blocks that are still needed and were offloaded, though they may be back."""
+        with self._turn:
+            blocks = (self._store.find(key) for key in set(keys))
+            return sum(block.nbytes for block in blocks if block is not None and block.offloaded)
+
+    def check_open(self) -> None:
+        """Raises Closed after `close`."""
+        if self._closed:
+            raise Closed("the manager is closed: make a new one")
+
+    def close(self) -> None:
+        """No forward may begin any more."""
+        self._closed = True
+
+    def go_on(self) -> None:
+        """To be called in turn: goes on with what was waiting for something to happen."""
+        self._before()
+        self._store.progress()
+        self._actions.go_on()

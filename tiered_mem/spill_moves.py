@@ -1,0 +1,55 @@
+"""What moves between host memory and the disk, and what rests there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .block import Block
+from .device import Event
+from .spill.disk_record import Record
+from .spill.io_queue import Job
+from .tiers import HostSlot, Lease
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """A record, and how many blocks and reads need it."""
+
+    record: Record
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """Where a block is on disk: in which record, and which piece of it."""
+
+    shared: Shared
+    index: int
+
+
+class Member(NamedTuple):
+    """A block of a file operation, the slot that it is written from or read into, and what keeps that meanwhile."""
+
+    block: Block
+    slot: HostSlot
+    lease: Lease
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """Blocks that go into one record, once the copies to the host have ended that fill their slots."""
+
+    members: list[Member]
+    nbytes: int
+    copies: list[Event]
+    record: Record | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Blocks that come back from one record."""
+
+    members: list[Member]
+    job: Job
+    shared: Shared
