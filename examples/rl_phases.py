@@ -24,7 +24,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 from devices import emulated, find_device
 from gpt import GPT, batches, standard_library
-from train_gpt import same
+from training import same
 
 from tiered_mem import TieringManager
 

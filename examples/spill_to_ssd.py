@@ -7,12 +7,8 @@ OutOfMemoryError, and with a directory to spill to. The losses of the first and 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import itertools
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -21,14 +17,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from devices import emulated, find_device
-from gpt import GPT, batches, standard_library
-from train_gpt import Run, same, track
+from training import MIB, Run, Training, add_options
 
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy, LRUPolicy, Policy
 from tiered_mem.sizes import format_bytes, parse_bytes
-
-MIB = 1 << 20
 
 
 def main() -> int:
@@ -39,88 +32,47 @@ def main() -> int:
     total = device.mem_get_info()[1]
     console.print(f"device: {device.get_device_name()}{emulated()}, {total / MIB:,.0f} MiB")
 
-    ample, activations = train("plain, ample", options, kind, console)
+    training = Training(options, kind, console)
+
+    def plain(run: Run) -> None:
+        model = training.model()
+        training.steps(run, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def tiered(run: Run, host: int, spill_dir: str | None) -> None:
+        model = training.model()
+        with TieringManager(
+            policy=policy(options), device=kind, host_bytes=host, spill_dir=spill_dir, trace=True
+        ) as manager:
+            training.steps(
+                run,
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-3),
+                offload=manager.offload_context(model.layers),
+                after_forward=lambda: console.print(where(manager)),
+            )
+            console.print(manager.memory_summary())
+
+    ample = training.measure("plain, ample", plain)
+    activations = ample.peak_device - ample.resident
     budget = int(ample.peak_device * options.budget)
     host = int(activations * options.host)
     device.set_per_process_memory_fraction(budget / total)
-    without, _ = train("no disk", options, kind, console, host=host)
+    without = training.measure("no disk", lambda run: tiered(run, host, None))
     with tempfile.TemporaryDirectory(dir=options.spill_dir) as folder:
-        spilled, _ = train("with disk", options, kind, console, host=host, spill_dir=folder)
+        spilled = training.measure("with disk", lambda run: tiered(run, host, folder))
         left = [path for path in Path(folder).rglob("*") if path.is_file()]
 
-    room = budget - (ample.peak_device - activations)
+    room = budget - ample.resident
     console.print(
         f"activations {format_bytes(activations)}: the device has room for {format_bytes(room)} of them, the host "
         f"for {format_bytes(host)}, and {format_bytes(activations - room - host)} are too much for both"
     )
-    equal = ample.losses == spilled.losses and same(ample.weights, spilled.weights)
+    equal = ample.equals(spilled)
     console.print(f"ample and spilled run have bit-equal losses and final weights: {'yes' if equal else 'NO'}")
     console.print(f"spill files left: {len(left)}")
     if without.out_of_memory is None:
         console.print("the run without a disk fitted into the budgets: there was nothing to show")
     return 0 if equal and without.out_of_memory and not left else 1
-
-
-def train(
-    name: str,
-    options: argparse.Namespace,
-    kind: str,
-    console: Console,
-    *,
-    host: int | None = None,
-    spill_dir: str | None = None,
-) -> tuple[Run, int]:
-    """The run, and the bytes that a step needs on the device beyond what is there before it."""
-    run = Run(name)
-    device = getattr(torch, kind)
-    device.reset_peak_memory_stats()
-    with contextlib.ExitStack() as stack:
-        torch.manual_seed(options.seed)
-        model = GPT(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
-        model = model.to(kind)
-        manager = None
-        if host is not None:
-            manager = stack.enter_context(
-                TieringManager(
-                    policy=policy(options), device=kind, host_bytes=host, spill_dir=spill_dir, trace=True
-                )
-            )
-        try:
-            resident = steps(run, options, kind, console, model, manager)
-        except torch.OutOfMemoryError as error:
-            run.out_of_memory = str(error).split(".")[0]
-            console.print(f"{name}: torch.OutOfMemoryError: {error}")
-            resident = 0
-    run.peak_device = device.max_memory_allocated()
-    del model, manager
-    gc.collect()
-    device.empty_cache()
-    return run, run.peak_device - resident
-
-
-def steps(
-    run: Run, options: argparse.Namespace, kind: str, console: Console, model: GPT, manager: TieringManager | None
-) -> int:
-    """Trains. The bytes that are on the device between two steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    offload = contextlib.nullcontext() if manager is None else manager.offload_context(model.layers)
-    data = batches(standard_library(), batch=options.batch, context=options.context, seed=options.seed)
-    for tokens, targets in track(itertools.islice(data, options.steps), run, options.steps, console):
-        began = time.perf_counter()
-        with offload:
-            loss = model(tokens.to(kind), targets.to(kind))
-        if manager is not None and not run.losses:
-            console.print(where(manager))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.losses.append(loss.item())
-        run.seconds.append(time.perf_counter() - began)
-        del loss
-    run.weights = {key: weight.cpu() for key, weight in model.state_dict().items()}
-    if manager is not None:
-        console.print(manager.memory_summary())
-    return int(getattr(torch, kind).memory_allocated())
 
 
 def policy(options: argparse.Namespace) -> Policy:
@@ -143,13 +95,7 @@ def where(manager: TieringManager) -> Table:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
+    add_options(parser, width=192, context=256, batch=8, steps=10)
     parser.add_argument("--policy", choices=("layer-order", "lru"), default="layer-order")
     parser.add_argument("--device-bytes", type=parse_bytes, default=64 * MIB, help="of the LRU policy")
     parser.add_argument("--budget", type=float, default=0.6, help="device memory, as a share of the ample peak")
