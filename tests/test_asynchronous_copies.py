@@ -31,6 +31,7 @@ STEP = """
     import json
     import sys
     import time
+    from functools import partial
 
     import torch
     from ascend_emulator import record_timeline
@@ -46,16 +47,15 @@ STEP = """
         def forward(self, x):
             return torch.cos(torch.sin(x))  # each saves its input
 
-    class Observed(TieringManager):
-        def notify(self, event):
-            before = self.stats()
-            super().notify(event)
-            returned = time.perf_counter()
-            after = self.stats()
-            keys = ("offloaded.bytes.total", "reloaded.bytes.total")
-            moved = [after[key] - before[key] for key in keys]
-            name = type(event).__name__ + (" backward" if getattr(event, "backward", False) else "")
-            calls.append([name, returned, *moved])
+    def observed(notify, event):
+        before = manager.stats()
+        notify(event)
+        returned = time.perf_counter()
+        after = manager.stats()
+        keys = ("offloaded.bytes.total", "reloaded.bytes.total")
+        moved = [after[key] - before[key] for key in keys]
+        name = type(event).__name__ + (" backward" if getattr(event, "backward", False) else "")
+        calls.append([name, returned, *moved])
 
     def gradient(x, forward):
         forward(x).sum().backward()
@@ -72,7 +72,8 @@ STEP = """
     x = values.npu().requires_grad_()
     torch.npu.synchronize()
     policy = LayerOrderPolicy(in_flight=1)  # with 0 the next layer waits for the copies of the one before
-    with Observed(policy=policy, device="npu", host_bytes="64MiB", **options) as manager:
+    with TieringManager(policy=policy, device="npu", host_bytes="64MiB", **options) as manager:
+        manager.activations.notify = partial(observed, manager.activations.notify)
         offload = manager.offload_context(list(model))
         with record_timeline() as spans:
             result = gradient(x, offloaded)
