@@ -25,6 +25,8 @@ elif KIND != "npu":
 import torch  # noqa: E402
 
 from tests.models import eventually, is_empty  # noqa: E402
+from tests.scene import Scene  # noqa: E402
+from tests.service import Service  # noqa: E402
 from tests.spilling import Spilling, Training  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
 from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
@@ -55,6 +57,12 @@ def make_manager(device: str) -> Iterator[MakeManager]:
 
 
 @pytest.fixture
+def manager(make_manager: MakeManager) -> TieringManager:
+    """A manager in which nothing may be left at the end of the test."""
+    return make_manager(1)
+
+
+@pytest.fixture
 def spilling(device: str, tmp_path: Path) -> Iterator[Spilling]:
     """Makes managers with a disk tier, in which nothing may be left at the end of the test."""
     make = Spilling(device, tmp_path)
@@ -66,6 +74,22 @@ def spilling(device: str, tmp_path: Path) -> Iterator[Spilling]:
 def training(device: str) -> Training:
     """A model, and the gradients that its step must have."""
     return Training(device)
+
+
+@pytest.fixture
+def service(device: str) -> Iterator[Service]:
+    """A manager to be told what to do, block by block."""
+    service = Service(device)
+    yield service
+    service.manager.close()
+
+
+@pytest.fixture
+def scene(device: str) -> Iterator[Scene]:
+    """A trace that has recorded nothing yet."""
+    scene = Scene(device)
+    yield scene
+    scene.finish()
 
 
 def pytest_collection_finish() -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tiered_mem import TieringManager
+from tiered_mem import OffloadContext, TieringManager
+
+Forward = Callable[[], torch.Tensor]
 
 
 class Layer(nn.Module):
@@ -51,6 +53,18 @@ def stack(layers: int, device: str, dtype: torch.dtype = torch.float32) -> tuple
     return model.to(device), torch.randn(16, 128, 64).to(dtype).to(device)
 
 
+def in_order(model: nn.Module, x: torch.Tensor, order: list[int]) -> Forward:
+    """A forward that calls the model's layers by their numbers."""
+
+    def forward() -> torch.Tensor:
+        y = x
+        for number in order:
+            y = model.layers[number](y)
+        return y.pow(2).mean()
+
+    return forward
+
+
 def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients by parameter, on the CPU; after this the model has none."""
     gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
@@ -81,6 +95,16 @@ def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
     """Whether both hold the same names and the same bits."""
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+def assert_same(forward: Forward, offload: OffloadContext, *owners: nn.Module | torch.Tensor) -> None:
+    """Three steps in the context give the gradients of a step without it."""
+    expected = backward(forward(), *owners)
+    for _ in range(3):
+        with offload:
+            loss = forward()
+        assert equal(backward(loss, *owners), expected)
+        del loss
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -39,7 +39,9 @@ FILES = (
     "tiered_mem/manager.py",
     *OPTIMIZER,
 )
-TESTS = tuple(f"tests/test_{name}.py" for name in ("transfer", "offload_context", "saved_tensors", "manager"))
+TRANSFER = ("transfer", "transfer_failures", "dropped_blocks")
+SAVED = ("saved_tensors", "saved_views", "changed_tensors")
+TESTS = tuple(f"tests/test_{name}.py" for name in (*TRANSFER, "offload_context", *SAVED, "manager"))
 OPTIMIZER_TESTS = tuple(f"tests/optimizer/test_{name}.py" for name in ("streams", "residence", "disk_residence"))
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work")

@@ -1,4 +1,4 @@
-"""Tiered optimizers and residences for tests."""
+"""Tiered optimizers and residences for tests, and the places of their states."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.optimizer.rig import MIB, Rig
+from tests.optimizer.training import PLACES, Place
 from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
@@ -59,6 +60,13 @@ def make_tiered(device: str, tmp_path: Path) -> Iterator[MakeTiered]:
     make = MakeTiered(device, folder)
     yield make
     make.check()
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def place(request: pytest.FixtureRequest) -> Place:
+    """Each place, one after the other."""
+    chosen: Place = request.param
+    return chosen
 
 
 class MakeRig(Protocol):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,91 +13,11 @@ from torch.optim import Optimizer
 from tests.conftest import KIND
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.strange_optimizers import MasterWeights
-from tests.optimizer.training import (
-    OPTIMIZERS,
-    Outcome,
-    differences,
-    make_params,
-    on_cpu,
-    outcome,
-    train,
-)
-from tiered_mem.errors import InterruptedStep
-from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
+from tests.optimizer.trainee import Trainee
+from tests.optimizer.training import PLACES, Outcome, Place, differences, make_params, on_cpu
 
-RESIDENCIES = ("disk", "host", "device-until-offload")
 DEVICES = list(dict.fromkeys((KIND, "cpu")))
 KINDS = ("adamw-amsgrad", "adam-fused", "sgd-momentum", "adafactor", "nadam")
-KIB = 1 << 10
-MIB = 1 << 20
-
-
-class Place(NamedTuple):
-    """Where states are when they are saved or loaded."""
-
-    residency: str
-    offloaded: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.residency}{', offloaded' if self.offloaded else ''}"
-
-
-PLACES = [*map(Place, RESIDENCIES), Place("device-until-offload", offloaded=True)]
-
-
-class Trainee:
-    """Parameters and their optimizer. place: where its states are to be; None for an unwrapped one."""
-
-    def __init__(
-        self,
-        place: Place | None,
-        make_tiered: MakeTiered,
-        kind: str | Callable[..., Optimizer] = "adamw-amsgrad",
-        device: str = KIND,
-        **options: Any,
-    ) -> None:
-        self.params = make_params(device)
-        self.optimizer = (OPTIMIZERS[kind] if isinstance(kind, str) else kind)(self.params)
-        self.place = place
-        if place is not None:
-            self.optimizer = make_tiered(self.optimizer, residency=place.residency, device=device, **options)
-
-    def train(self, *steps: int, missing: bool = True) -> Trainee:
-        train(self.optimizer, self.params, steps, missing=missing)
-        return self.settle()
-
-    def settle(self) -> Trainee:
-        """Makes the place be as it says."""
-        if self.place is not None and self.place.offloaded:
-            tiered(self).states.offload()
-        return self
-
-    def resume(self, saved: Saved) -> Trainee:
-        """Goes on where another one was."""
-        self.set_weights(saved.weights)
-        self.optimizer.load_state_dict(saved.state_dict)
-        return self
-
-    def set_weights(self, weights: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for param, weight in zip(self.params, weights, strict=True):
-                param.copy_(weight)
-
-    def save(self) -> Saved:
-        return Saved([param.detach().cpu().clone() for param in self.params], self.optimizer.state_dict())
-
-    def differs(self, other: Trainee) -> list[str]:
-        return differences(outcome(self.optimizer, self.params), outcome(other.optimizer, other.params))
-
-
-class Saved(NamedTuple):
-    weights: list[torch.Tensor]
-    state_dict: dict[str, Any]
-
-
-def tiered(trainee: Trainee) -> TieredOptimizer:
-    assert isinstance(trainee.optimizer, TieredOptimizer)
-    return trainee.optimizer
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -109,12 +27,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(each)
-
-
-@pytest.fixture(params=PLACES, ids=str)
-def place(request: pytest.FixtureRequest) -> Place:
-    chosen: Place = request.param
-    return chosen
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,100 +88,6 @@ def test_later_steps_do_not_change_a_state_dict(
     assert not differences(Outcome([], before), Outcome([], saved.state_dict))
 
 
-def backward(trainee: Trainee) -> None:
-    """Gives all parameters gradients. From the second step on the first bucket comes to the device meanwhile."""
-    device = trainee.params[0].device
-    loss = sum((param.square().sum() for param in trainee.params), torch.zeros((), device=device))
-    spare = torch.zeros(MIB, device=device)  # so that there is room for it below the peak
-    del spare
-    loss.backward()
-
-
-def test_a_state_dict_between_backward_and_step(device: str, place: Place, make_tiered: MakeTiered) -> None:
-    results = []
-    for here in (None, place):
-        trainee = Trainee(here, make_tiered, bucket_bytes=MIB)
-        saved = []
-        for _ in range(5):
-            backward(trainee)
-            state_dict = trainee.optimizer.state_dict()
-            saved.append(state_dict if here else on_cpu(state_dict))
-            trainee.optimizer.step()
-            trainee.optimizer.zero_grad()
-        results.append([Outcome([], state_dict) for state_dict in saved])
-    for one, other in zip(*results, strict=True):
-        assert not differences(one, other)
-
-
-@pytest.mark.parametrize("wrong", ["a group less", "a parameter less"])
-def test_groups_that_do_not_match_change_nothing(
-    device: str, place: Place, wrong: str, make_tiered: MakeTiered
-) -> None:
-    def two_groups(params: Any) -> Optimizer:
-        return torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 0.1}])
-
-    trainee = Trainee(place, make_tiered, two_groups).train(0, 1, 2)
-    saved = trainee.optimizer.state_dict()
-    if wrong == "a group less":
-        saved["param_groups"].pop()
-    else:
-        saved["param_groups"][1]["params"].pop()
-    saved["param_groups"][0]["lr"] = 100.0
-    with pytest.raises(ValueError, match="group"):
-        trainee.optimizer.load_state_dict(saved)
-    expected = Trainee(None, make_tiered, two_groups).train(0, 1, 2)
-    assert not expected.differs(trainee)
-    assert not expected.train(3, 4, 5).differs(trainee.train(3, 4, 5))
-
-
-class Poison(list):  # type: ignore[type-arg]
-    """Cannot be copied by loading."""
-
-    def __init__(self, values: Any = ()) -> None:
-        if values:
-            raise RuntimeError("poison")
-
-
-def test_a_load_that_fails_in_the_middle_has_to_be_made_again(
-    device: str, place: Place, make_tiered: MakeTiered
-) -> None:
-    trainee = Trainee(place, make_tiered, bucket_bytes=1).train(0, 1, 2, missing=False)
-    saved = trainee.save()
-    poisoned = on_cpu(saved.state_dict)
-    poisoned["state"][3]["exp_avg"] = Poison()
-    with pytest.raises(RuntimeError, match="poison"):
-        trainee.optimizer.load_state_dict(poisoned)
-    for use in (trainee.optimizer.step, trainee.optimizer.state_dict):
-        with pytest.raises(InterruptedStep, match="a load of AdamW ended when 3 of 5 buckets had been loaded"):
-            use()
-    trainee.resume(saved).train(3, 4, 5)
-    expected = Trainee(None, make_tiered).train(0, 1, 2, missing=False).train(3, 4, 5)
-    assert not expected.differs(trainee)
-
-
-def test_loading_makes_good_an_interrupted_step(device: str, place: Place, make_tiered: MakeTiered) -> None:
-    class Failing(torch.optim.AdamW):
-        fails = False
-
-        def step(self, closure: Any = None) -> Any:
-            if self.fails and any(param.ndim == 0 for group in self.param_groups for param in group["params"]):
-                super().step(closure)
-                raise RuntimeError("out of luck")
-            return super().step(closure)
-
-    trainee = Trainee(place, make_tiered, Failing, bucket_bytes=1).train(0, 1, 2, missing=False)
-    saved = trainee.save()
-    Failing.fails = True
-    with pytest.raises(InterruptedStep):
-        trainee.train(3, missing=False)
-    Failing.fails = False
-    with pytest.raises(InterruptedStep):
-        trainee.optimizer.state_dict()
-    trainee.resume(saved).settle().train(3, 4, 5)
-    expected = Trainee(None, make_tiered, "adamw").train(0, 1, 2, missing=False).train(3, 4, 5)
-    assert not expected.differs(trainee)
-
-
 @pytest.mark.parametrize("early", [False, True], ids=["of the tiered one", "of the other before"])
 def test_hooks_are_called_once_with_the_tiered_optimizer(device: str, early: bool, make_tiered: MakeTiered) -> None:
     """What they return takes the place of the state_dict, as in torch."""
@@ -302,40 +120,6 @@ def test_hooks_are_called_once_with_the_tiered_optimizer(device: str, early: boo
     assert all(of is optimizer for _, of in calls)
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.25
     assert optimizer.param_groups is plain.param_groups
-
-
-@pytest.mark.schedules("eager", why="the memory of a copy that is not through yet is not free yet")
-def test_neither_saving_nor_loading_takes_much_device_memory(
-    device: str, device_module: Any, place: Place, make_tiered: MakeTiered
-) -> None:
-    """A bucket of 16, and something for what torch rounds up."""
-    bucket, slack = MIB // 2, 16 * KIB
-    params = make_params(device, shapes=[(64 * KIB,)] * 16)  # each has half a MiB of states
-    optimizer = make_tiered(torch.optim.AdamW(params), residency=place.residency, bucket_bytes=2 * bucket)
-    train(optimizer, params, range(2), missing=False)
-    if place.offloaded:
-        optimizer.states.offload()
-
-    def taken(action: Callable[[], Any]) -> tuple[int, Any]:
-        device_module.synchronize()
-        device_module.reset_peak_memory_stats()
-        before = device_module.memory_allocated()
-        result = action()
-        return device_module.max_memory_allocated() - before, result
-
-    nbytes, saved = taken(optimizer.state_dict)
-    assert nbytes == 0
-    nbytes, _ = taken(lambda: optimizer.load_state_dict(saved))
-    assert bucket <= nbytes <= bucket + slack
-    nbytes, _ = taken(lambda: [optimizer.state[param] for param in params])
-    assert nbytes == 0
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_it_cannot_be_copied(device: str, copied: Callable[[Any], Any], make_tiered: MakeTiered) -> None:
-    optimizer = make_tiered(torch.optim.AdamW(make_params(device)))
-    with pytest.raises(TypeError, match=r"state_dict\(\)"):
-        copied(optimizer)
 
 
 def half(params: Any) -> Optimizer:
@@ -399,49 +183,3 @@ def test_a_state_that_belongs_to_no_parameter(device: str, place: Place, make_ti
     assert "seen" in resumed.optimizer.state
     assert not expected.differs(resumed)
     assert not expected.train(3, 4, 5).differs(resumed.train(3, 4, 5))
-
-
-def test_states_are_read_by_parameter(device: str, place: Place, make_tiered: MakeTiered) -> None:
-    expected = Trainee(None, make_tiered).train(0)
-    trainee = Trainee(place, make_tiered)
-    assert not trainee.optimizer.state
-    trainee.train(0)
-    state = trainee.optimizer.state
-    with_state = [param for param in trainee.params if param in state]
-    assert [index for index, param in enumerate(trainee.params) if param in state] == [1, 2, 3]
-    assert len(state) == 3
-    assert all(one is other for one, other in zip(state, with_state, strict=True))
-    for param, twin in zip(trainee.params, expected.params, strict=True):
-        assert state[param].keys() == expected.optimizer.state[twin].keys()
-        for key, value in state[param].items():
-            assert torch.equal(value, expected.optimizer.state[twin][key].cpu())
-    assert trainee.params[0] not in state
-    assert state.get(trainee.params[0]) is None
-    assert state[trainee.params[0]] == {}
-    assert "seen" not in state
-
-    # They are copies, and each look is a new one as soon as they have changed.
-    state[with_state[0]]["exp_avg"].fill_(100)
-    trainee.optimizer.state[with_state[0]]["exp_avg"].fill_(100)
-    expected.train(1, 2, missing=False)
-    trainee.train(1, 2, missing=False)
-    assert len(state) == 5
-    assert torch.equal(
-        state[with_state[0]]["exp_avg"], expected.optimizer.state[expected.params[1]]["exp_avg"].cpu()
-    )
-    assert not expected.differs(trainee)
-
-
-def test_a_state_is_read_between_backward_and_step(device: str, make_tiered: MakeTiered) -> None:
-    """As who logs norms does; it is the step that changes what came early."""
-    trainee = Trainee(PLACES[0], make_tiered, bucket_bytes=MIB).train(0, 1, missing=False)
-    expected = Trainee(None, make_tiered).train(0, 1, missing=False)
-    for _ in range(3):
-        backward(trainee)
-        backward(expected)
-        state = trainee.optimizer.state[trainee.params[0]]
-        before = on_cpu(expected.optimizer.state[expected.params[0]])
-        trainee.optimizer.step()
-        expected.optimizer.step()
-        assert all(torch.equal(state[key], before[key]) for key in before)
-    assert not expected.differs(trainee)

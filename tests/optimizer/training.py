@@ -1,4 +1,4 @@
-"""Optimizers, and a training of a few small parameters with made-up gradients."""
+"""Optimizers, where their states may be, and a training of a few small parameters with made-up gradients."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
     "rprop": lambda p: torch.optim.Rprop(p),
     "muon": lambda p: torch.optim.Muon(_matrices(p)),
 }
+
+RESIDENCIES = ("disk", "host", "device-until-offload")
+
+
+class Place(NamedTuple):
+    """Where states are when they are saved or loaded."""
+
+    residency: str
+    offloaded: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.residency}{', offloaded' if self.offloaded else ''}"
+
+
+PLACES = [*map(Place, RESIDENCIES), Place("device-until-offload", offloaded=True)]
 
 
 def make_params(

@@ -1,0 +1,55 @@
+"""A manager that does what it is told, block by block."""
+
+from __future__ import annotations
+
+import torch
+
+from tiered_mem import TieringManager
+from tiered_mem.allocators import SlabPool
+from tiered_mem.block import Block
+from tiered_mem.policies import Action, Event, Saved
+
+NBYTES = 12 << 20  # above 10 MiB the caching allocator gives a tensor a segment of its own
+SLOW = "50MB/s"  # a quarter of a second for a copy
+
+
+class OnCommand:
+    """A policy that says what the test told it to say."""
+
+    def __init__(self) -> None:
+        self.next: list[Action] = []
+
+    def check(self, num_layers: int) -> None:
+        """Any number suits."""
+
+    def decide(self, event: Event) -> list[Action]:
+        actions, self.next = self.next, []
+        return actions
+
+
+class Service:
+    """A manager, with its steps to be called one by one."""
+
+    def __init__(self, device: str, host_pool: SlabPool | None = None) -> None:
+        self._policy = OnCommand()
+        host_bytes = "256MiB" if host_pool is None else None
+        self.manager = TieringManager(
+            policy=self._policy, device=device, host_bytes=host_bytes, host_pool=host_pool
+        )
+
+    def save(self, tensor: torch.Tensor) -> Block:
+        return self.manager.activations.save(tensor, graph=0, layer=0)[0]
+
+    def do(self, *actions: Action) -> None:
+        self._policy.next = list(actions)
+        self.manager.activations.notify(Saved(graph=0, layer=0, key=-1, nbytes=0))
+
+
+def make_tensor(device: str, nbytes: int = NBYTES) -> torch.Tensor:
+    """Random numbers in memory that, once freed, is what the caching allocator hands out for this size."""
+    module = getattr(torch, device)
+    module.synchronize()
+    module.empty_cache()
+    tensor = torch.randn(nbytes // 4).to(device)
+    module.synchronize()
+    return tensor
