@@ -6,7 +6,7 @@ DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_p
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: the first
 # run with the detector has it.
 ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py training_set.py link.py) \
-        $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py) \
+        $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
           distributed_checkpoints.py failures.py trials.py)
 # And the first run of all leaves these to the detector's.

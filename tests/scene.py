@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tiered_mem.device import Device, Event, Stream
+from tiered_mem.figures import Figures
 from tiered_mem.timeline import Direction
-from tiered_mem.trace import Figures, Trace
+from tiered_mem.trace import Trace
 
 MIB = 1 << 20
 SLOW = "40MB/s"
@@ -55,12 +56,10 @@ class Scene:
         return self.trace.figures()
 
     def events(self, path: Path) -> Events:
-        """What the trace exports. Checked for what a viewer needs."""
+        """What the trace exports."""
         self.compute.synchronize()
         self.trace.export(path)
-        events: Events = json.loads(path.read_text())["traceEvents"]
-        check(events)
-        return events
+        return events_in(path)
 
     def finish(self) -> None:
         for stream in (self.compute, self.side):
@@ -73,6 +72,13 @@ class Scene:
         self.device.timed_event(self.compute).synchronize()
         self._buffers += [on_device, on_host]
         return (on_device, on_host) if direction == "offload" else (on_host, on_device)
+
+
+def events_in(path: Path) -> Events:
+    """What a trace exported. Checked for what a viewer needs."""
+    events: Events = json.loads(path.read_text())["traceEvents"]
+    check(events)
+    return events
 
 
 def check(events: Events) -> None:

@@ -12,8 +12,9 @@ import pytest
 from tests.conftest import Link
 from tests.scene import MIB, SLOW, SLOW_BYTES_PER_S, Scene, on_track
 from tiered_mem.device import Device
+from tiered_mem.figures import Copies, Figures, Stall, summary_rows
 from tiered_mem.timeline import Direction
-from tiered_mem.trace import Copies, Figures, Stall, Trace, summary_rows
+from tiered_mem.trace import Trace
 
 
 @pytest.mark.parametrize("direction", ["offload", "reload"])

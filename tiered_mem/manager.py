@@ -15,6 +15,7 @@ from .allocators import HostPool
 from .chosen_tiers import disk_tier, host_tier
 from .context import OffloadContext
 from .device import Device
+from .figures import summary_rows
 from .host_budget import HostBytes
 from .layer_context import LayerContext, LayerSequence
 from .module_phases import ModulePhases
@@ -30,7 +31,7 @@ from .spiller import Spiller
 from .stats import Counters, Stats, flatten, summary
 from .store import BlockStore
 from .tiers import DeviceTier, HostTier
-from .trace import Trace, summary_rows
+from .trace import Trace
 from .traced_layers import TracedLayers
 from .transfer import TransferEngine
 from .turn import Turn
@@ -61,8 +62,8 @@ class TieringManager:
         arguments before this one is given.
     transfer_stream: a stream of the device for the copies in both directions. None is two streams of its own, so
         that copies to the host and to the device run side by side.
-    trace: record when layers, copies and waits begin and end, for export_trace() and memory_summary(). It costs a
-        few events for each layer.
+    trace: record when layers, copies, waits and file operations begin and end, for export_trace() and
+        memory_summary(). It costs a few events for each layer.
 
     activations: what the offload contexts of this manager use.
 
@@ -98,6 +99,8 @@ class TieringManager:
                 self._disk.close()
             raise
         self._trace = Trace(self.device) if trace else None
+        if self._trace is not None and self._disk is not None:
+            self._disk.watch(self._trace.file_moved)
         stream = None if transfer_stream is None else self.device.generic(transfer_stream)
         self._engine = TransferEngine(self.device, stream, self._trace)
         self._counters = Counters()

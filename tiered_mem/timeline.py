@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Direction = Literal["offload", "reload"]
+FileKind = Literal["write", "read"]
 
 _PROCESS = 1
 _LAYERS, _WAITS, _HOST = "compute: layers", "compute: waits", "host: waits"
 _COPIES: dict[Direction, str] = {"offload": "copies: offload", "reload": "copies: reload"}
+_FILES: dict[FileKind, str] = {"write": "disk: writes", "read": "disk: reads"}
 _TRACKS = (_LAYERS, _WAITS, *_COPIES.values(), _HOST)
 
 
@@ -75,12 +78,20 @@ class HostWait(Record):
     """The host waits for room."""
 
 
+@dataclass(slots=True, eq=False)
+class FileMove(Record):
+    """A thread of the disk tier writes a file, or reads one."""
+
+    kind: FileKind
+    nbytes: int
+
+
 def layer_name(layer: int | None, backward: bool) -> str:
     return "no layer" if layer is None else f"{'backward' if backward else 'forward'} {layer}"
 
 
 def chrome_trace(process: str, records: Iterable[Record]) -> dict[str, Any]:
-    """A JSON object for Perfetto. The records are in the order in which each stream came to them.
+    """A JSON object for Perfetto. The records are in the order in which each stream came to them; of files in any.
 
     The counter "saved bytes" is what layers saved whose backward has not begun.
     """
@@ -92,7 +103,10 @@ def chrome_trace(process: str, records: Iterable[Record]) -> dict[str, Any]:
 
 
 class _Chart:
-    """Each track shows one thing after the other. A second compute stream has tracks of its own."""
+    """Each track shows one thing after the other. A second compute stream has tracks of its own.
+
+    So have files that are read or written while others are.
+    """
 
     def __init__(self, process: str) -> None:
         self.events: list[dict[str, Any]] = []
@@ -101,13 +115,14 @@ class _Chart:
         self._ends: dict[int, float] = defaultdict(float)
         self._open: dict[int, Layer] = {}
         self._unread: dict[tuple[int, int], int] = defaultdict(int)
+        self._files: list[FileMove] = []
         self._latest = 0.0
         self._name("process_name", process, 0)
         for track in _TRACKS:
             self._tid(track)
 
     def draw(self, record: Record) -> None:
-        if not isinstance(record, HostWait):
+        if not isinstance(record, (HostWait, FileMove)):
             self._latest = max(self._latest, record.times[-1])
         match record:
             case Layer():
@@ -115,9 +130,7 @@ class _Chart:
             case Save():
                 self._save(record)
             case Copy():
-                args: dict[str, Any] = {"bytes": record.nbytes, "blocks": record.blocks}
-                if record.seconds > 0:
-                    args["GB/s"] = round(record.nbytes / record.seconds / 1e9, 3)
+                args = {**_bytes_of(record), "blocks": record.blocks}
                 self._span(self._tid(_COPIES[record.direction]), record.direction, *record.times, **args)
             case Wait() if record.stall > 0:
                 tid = self._tid_of(_WAITS, record.stream)
@@ -125,10 +138,24 @@ class _Chart:
                 self._span(tid, record.why, record.times[0], record.copy.times[-1], layer=name)
             case HostWait():
                 self._span(self._tid(_HOST), "host waits", *record.times)
+            case FileMove():
+                self._files.append(record)
 
     def finish(self) -> None:
         for tid in list(self._open):
             self._close(tid, self._latest)
+        for record in sorted(self._files, key=lambda record: record.times):
+            self._span(
+                self._free_tid(_FILES[record.kind], record.times[0]),
+                record.kind,
+                *record.times,
+                **_bytes_of(record),
+            )
+
+    def _free_tid(self, track: str, now: float) -> int:
+        """Of the first such track on which nothing goes on."""
+        names = (track if number == 1 else f"{track}, {number}" for number in itertools.count(1))
+        return next(tid for tid in map(self._tid, names) if self._ends[tid] <= _microseconds(now))
 
     def _layer(self, record: Layer) -> None:
         now, tid = record.times[0], self._tid_of(_LAYERS, record.stream)
@@ -181,6 +208,13 @@ class _Chart:
 
     def _event(self, **event: Any) -> None:
         self.events.append({"pid": _PROCESS, **event})
+
+
+def _bytes_of(record: Copy | FileMove) -> dict[str, Any]:
+    args: dict[str, Any] = {"bytes": record.nbytes}
+    if record.seconds > 0:
+        args["GB/s"] = round(record.nbytes / record.seconds / 1e9, 3)
+    return args
 
 
 def _microseconds(seconds: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -13,14 +14,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .device import Device, Event, Stream
-from .sizes import format_bytes
-from .timeline import Copy, Direction, HostWait, Layer, Record, Save, Wait, chrome_trace, layer_name
+from .figures import Copies, Figures, Files, Stall
+from .spill.disk_record import Operation
+from .timeline import (
+    Copy,
+    Direction,
+    FileKind,
+    FileMove,
+    HostWait,
+    Layer,
+    Record,
+    Save,
+    Wait,
+    chrome_trace,
+)
 
 _REBASE_SECONDS = 1.0
 
 
 class Trace:
-    """Layers, saves, copies and waits, timed by events on the streams. One thread at a time.
+    """Layers, saves, copies and waits, timed by events on the streams, and the disk tier's reads and writes.
+
+    One thread at a time, but for `file_moved`.
 
     Recording never waits for the device: an event's time is read when it has come to pass. `figures` and `export`
     wait for all that was recorded. On the cpu a copy has ended when it is issued, so that nothing waits for one.
@@ -41,6 +56,9 @@ class Trace:
         self._copied: dict[Direction, _Total] = {"offload": _Total(), "reload": _Total()}
         self._stalls: dict[tuple[str, int | None, bool], float] = defaultdict(float)
         self._host_waited = _Total()
+        self._files_lock = threading.Lock()
+        self._files: deque[Record] = deque(maxlen=limit)
+        self._moved: dict[FileKind, _Total] = {"write": _Total(), "read": _Total()}
         event = device.timed_event(device.current_stream())
         event.synchronize()
         self._host_base = time.perf_counter()
@@ -101,10 +119,20 @@ class Trace:
         finally:
             self._keep(HostWait(), (began, time.perf_counter() - self._host_base))
 
+    def file_moved(self, operation: Operation) -> None:
+        """A file was read or written. Of any thread."""
+        record = FileMove(operation.kind, operation.nbytes)
+        record.times = (operation.began - self._host_base, operation.ended - self._host_base)
+        with self._files_lock:
+            self._files.append(record)
+            self._moved[record.kind].add(record.seconds, record.nbytes)
+
     # What it tells.
 
     def figures(self) -> Figures:
         self._settle_all()
+        with self._files_lock:
+            writes, reads = self._moved["write"].files(), self._moved["read"].files()
         stalls = (Stall(*key, seconds) for key, seconds in self._stalls.items())
         return Figures(
             offload=self._copied["offload"].copies(),
@@ -112,12 +140,16 @@ class Trace:
             stalls=tuple(sorted(stalls, key=lambda stall: stall.seconds, reverse=True)),
             host_waits=self._host_waited.count,
             host_seconds=self._host_waited.seconds,
+            writes=writes,
+            reads=reads,
         )
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file in Chrome's trace event format, which Perfetto opens."""
         self._settle_all()
-        Path(path).write_text(json.dumps(chrome_trace(str(self._device.torch_device), self._records)))
+        with self._files_lock:
+            records = [*self._records, *self._files]
+        Path(path).write_text(json.dumps(chrome_trace(str(self._device.torch_device), records)))
 
     # Events become times in the order in which they were recorded.
 
@@ -163,66 +195,6 @@ class CopyGroup:
     ended: Event
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """The copies of one direction. Times are in seconds; stalled: how long compute streams waited for them."""
-
-    nbytes: int
-    blocks: int
-    groups: int
-    seconds: float
-    stalled: float
-
-    @property
-    def hidden(self) -> float | None:
-        """The share of the copying that nobody waited for, from 0 to 1; None where there was none."""
-        return min(1.0, max(0.0, 1 - self.stalled / self.seconds)) if self.seconds > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """How many seconds compute streams waited for copies in a layer; None is before the first one."""
-
-    why: str
-    layer: int | None
-    backward: bool
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """All since the trace began. stalls: the longest first. host_seconds: of the host's own waits for room."""
-
-    offload: Copies
-    reload: Copies
-    stalls: tuple[Stall, ...]
-    host_waits: int
-    host_seconds: float
-
-
-def summary_rows(figures: Figures) -> list[tuple[str, str]]:
-    """The figures for people, as labels and values."""
-    stalls = [f"{_duration(s.seconds)} {s.why} in {layer_name(s.layer, s.backward)}" for s in figures.stalls[:3]]
-    waited = _duration(sum(stall.seconds for stall in figures.stalls))
-    return [
-        ("offload copies", _told(figures.offload)),
-        ("reload copies", _told(figures.reload)),
-        ("compute waited for them", f"{waited}: {', '.join(stalls)}" if stalls else "never"),
-        ("host waited for room", _duration(figures.host_seconds)),
-    ]
-
-
-def _told(copies: Copies) -> str:
-    if copies.hidden is None:
-        return "none"
-    moved = f"{format_bytes(copies.nbytes)} in {copies.groups} groups"
-    return f"{moved}, {_duration(copies.seconds)}, {100 * copies.hidden:.0f} % hidden"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
-
-
 @dataclass(slots=True)
 class _Total:
     count: int = 0
@@ -239,6 +211,9 @@ class _Total:
 
     def copies(self) -> Copies:
         return Copies(self.nbytes, self.blocks, self.count, self.seconds, self.stalled)
+
+    def files(self) -> Files:
+        return Files(self.nbytes, self.count, self.seconds)
 
 
 @dataclass(frozen=True, slots=True)

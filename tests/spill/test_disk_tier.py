@@ -4,6 +4,7 @@ import errno
 import logging
 import mmap
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.spill.disks import BLOCK, MIB, disk_in, io_threads, open_in
 from tests.spill.faulty_files import NOTHING, FaultyFiles
 from tests.spill.memory import Memory, empty, noise
 from tiered_mem.errors import SpillDirRefused
+from tiered_mem.spill.disk_record import Operation
 from tiered_mem.spill.disk_tier import SMALLEST_RECORD, DiskTier
 from tiered_mem.spill.files import OsFiles
 from tiered_mem.spill.folder import SpillFolder
@@ -278,3 +280,21 @@ def test_where_room_cannot_be_reserved_files_get_their_length(
             assert disk.get(record) == [noise(size)]
             disk.tier.release(record)
         assert disk.real_bytes() == disk.tier.stats().reserved == SMALLEST_RECORD
+
+
+def test_who_watches_hears_of_each_operation(tmp_path: Path) -> None:
+    """When its job is done at the latest, and of those that failed too."""
+    heard: list[Operation] = []
+    with disk_in(tmp_path) as disk:
+        disk.put(b"before anybody watches")
+        disk.tier.watch(heard.append)
+        began = time.perf_counter()
+        record = disk.put(noise(5 * BLOCK))
+        assert [(each.kind, each.nbytes) for each in heard] == [("write", disk.tier.stats().written - 2 * BLOCK)]
+        disk.get(record)
+        assert (heard[1].kind, heard[1].nbytes) == ("read", disk.tier.stats().read)
+        disk.files.fail("pread")
+        disk.damaged(record)
+        assert [each.kind for each in heard] == ["write", "read", "read"]
+    times = [began, *(moment for each in heard for moment in (each.began, each.ended)), time.perf_counter()]
+    assert times == sorted(times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from .file_pool import Claim
 from .folder_files import SpillFile
@@ -35,6 +36,15 @@ class Record:
     def cost(self) -> int:
         """The most that writing it may write: also the end of the record that its file held before."""
         return self.nbytes + ALIGNMENT
+
+
+class Operation(NamedTuple):
+    """A read or a write that has ended, well or not. began, ended: as time.perf_counter tells it, in seconds."""
+
+    kind: Literal["read", "write"]
+    nbytes: int
+    began: float
+    ended: float
 
 
 @dataclass(slots=True)

@@ -9,15 +9,17 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 from ..allocators import round_up
 from ..errors import Closed, TierFull
 from ..sizes import format_bytes
 from .checksums import checksum_by_name
 from .direct_io import direct_io_works
-from .disk_record import Counts, DiskStats, Record
+from .disk_record import Counts, DiskStats, Operation, Record
 from .file_pool import FilePool
 from .files import Files, OsFiles
 from .folder import SpillFolder
@@ -92,6 +94,7 @@ class DiskTier:
         self._closed = False
         self._pid = os.getpid()
         self._counts = Counts()
+        self._watchers: tuple[Callable[[Operation], None], ...] = ()
         self._end = weakref.finalize(self, _end, self._queue, folder, self._pid)
 
     @property
@@ -197,6 +200,11 @@ class DiskTier:
                 direct=self._direct,
             )
 
+    def watch(self, watcher: Callable[[Operation], None]) -> None:
+        """Have it called for each operation that ends from now on, by the thread that has done it."""
+        with self._lock:
+            self._watchers += (watcher,)
+
     def close(self) -> None:
         """End the threads and remove the folder, after the reads and the writes that are under way.
 
@@ -220,7 +228,7 @@ class DiskTier:
     def _write(self, record: Record, header: Header, layout: Layout, pieces: Sequence[Piece], attempt: int) -> None:
         moved = Moved()
         try:
-            with self._files.writing(record.claim) as opened:
+            with self._watched("write", moved), self._files.writing(record.claim) as opened:
                 stored = self._io.write(opened.fd, header, layout, pieces, reused=opened.reused, moved=moved)
         except BaseException as error:
             with self._lock:
@@ -246,7 +254,7 @@ class DiskTier:
         moved = Moved()
         sound = False
         try:
-            with self._files.reading(file) as fd:
+            with self._watched("read", moved), self._files.reading(file) as fd:
                 self._io.read(fd, stored, wanted, self._files.path(file), moved)
             sound = True
         finally:
@@ -255,6 +263,16 @@ class DiskTier:
                 self._counts.failures += not sound
                 record.sound = record.sound and sound
                 self._operation_ended(record)
+
+    @contextmanager
+    def _watched(self, kind: Literal["read", "write"], moved: Moved) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            for watcher in self._watchers:
+                watcher(Operation(kind, moved.nbytes, began, ended))
 
     def _operation_ended(self, record: Record) -> None:
         record.operations -= 1

@@ -1,0 +1,103 @@
+"""A trace shows when the threads of the disk tier read and write."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from tests.scene import MIB, Events, Scene, events_in, on_track
+from tests.spilling import Training
+from tiered_mem import TieringManager
+from tiered_mem.figures import Copies, Figures, Files, summary_rows
+from tiered_mem.policies import LayerOrderPolicy
+from tiered_mem.spill.disk_record import Operation
+
+
+def tracks(events: Events) -> list[str]:
+    return [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+
+
+def spans(events: Events, kind: str) -> Events:
+    """On all tracks of writes, or of reads."""
+    names = [name for name in tracks(events) if name.startswith(f"disk: {kind}s")]
+    return [span for name in names for span in on_track(events, name)]
+
+
+def test_what_goes_on_side_by_side_is_on_tracks_of_its_own(scene: Scene, tmp_path: Path) -> None:
+    now = time.perf_counter()
+    # Told as they end, which is another order than that in which they began.
+    for began, ended in ((1, 3), (0, 4), (2, 5), (3, 6), (4, 7)):
+        scene.trace.file_moved(Operation("write", 1000, now + began, now + ended))
+    scene.trace.file_moved(Operation("read", 2_000_000_000, now + 1, now + 2))
+    events = scene.events(tmp_path / "trace.json")
+    durations = {
+        name: [round(span["dur"] / 1e6) for span in on_track(events, name)]
+        for name in tracks(events)
+        if name.startswith("disk")
+    }
+    assert durations == {
+        "disk: writes": [4, 3],
+        "disk: writes, 2": [2, 3],
+        "disk: writes, 3": [3],
+        "disk: reads": [1],
+    }
+    [read] = spans(events, "read")
+    assert read["args"] == {"bytes": 2_000_000_000, "GB/s": 2.0}
+
+
+def test_files_are_on_the_time_axis_of_the_layers(scene: Scene, tmp_path: Path) -> None:
+    scene.trace.layer_begins(0, 0)
+    scene.compute.synchronize()
+    began = time.perf_counter()
+    scene.trace.file_moved(Operation("read", 1000, began, time.perf_counter()))
+    scene.trace.layer_ends(0, 0)
+    events = scene.events(tmp_path / "trace.json")
+    [layer], [read] = on_track(events, "compute: layers"), spans(events, "read")
+    assert layer["ts"] <= read["ts"] <= read["ts"] + read["dur"] <= layer["ts"] + layer["dur"]
+
+
+def test_figures_are_about_all_files(device: str, tmp_path: Path) -> None:
+    scene = Scene(device, limit=3)
+    now = time.perf_counter()
+    for _ in range(10):
+        scene.trace.file_moved(Operation("write", MIB, now, now + 0.5))
+    assert scene.figures().writes == Files(10 * MIB, 10, 5.0)
+    assert scene.figures().reads == Files(0, 0, 0.0)
+    assert len(spans(scene.events(tmp_path / "trace.json"), "write")) == 3
+
+
+def test_the_summary_tells_of_files() -> None:
+    nothing = Copies(0, 0, 0, 0.0, 0.0)
+    rows = summary_rows(Figures(nothing, nothing, (), 0, 0.0, Files(2_000_000_000, 4, 0.5), Files(0, 1, 0.0)))
+    assert rows[-2:] == [("files written", "4, 1.9 GiB, 4.00 GB/s each"), ("files read", "1, 0 B, in no time")]
+
+
+def test_all_that_a_manager_spills_is_shown(device: str, training: Training, tmp_path: Path) -> None:
+    """Activations as well as states."""
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    with TieringManager(
+        policy=LayerOrderPolicy(in_flight=1), device=device, host_bytes="6MiB", spill_dir=folder, trace=True
+    ) as manager:
+        assert training.step(manager)
+        manager.synchronize()
+        before = manager.stats()["disk.written.total"]
+        assert before > 0
+        params = [torch.nn.Parameter(torch.ones(1000, device=device)) for _ in range(3)]
+        optimizer = manager.register_optimizer(torch.optim.AdamW(params), bucket_bytes="16KiB", residency="disk")
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        manager.synchronize()
+        stats = manager.stats()
+        assert stats["disk.written.total"] > before
+        manager.export_trace(tmp_path / "trace.json")
+        summary = manager.memory_summary()
+    events = events_in(tmp_path / "trace.json")
+    for kind, nbytes in (("write", stats["disk.written.total"]), ("read", stats["disk.read.total"])):
+        assert sum(span["args"]["bytes"] for span in spans(events, kind)) == nbytes
+    assert "files written" in summary
+    assert "files read" in summary
