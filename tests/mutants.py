@@ -4,6 +4,7 @@ Tests must fail for each. A mutant is a copy of the repository with one change:
 
 - a statement that makes a stream or the host wait, or that tells torch's allocator of a stream, is left out;
 - an event is one that was never recorded, so that whoever waits for it does not wait;
+- an event has passed when somebody asks, whether it has or not;
 - a host slot is given back as if no copy used it any more;
 - a copy does not know of the copy that it has to come after.
 
@@ -22,37 +23,51 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
 ROOT = Path(__file__).parent.parent
-OPTIMIZER = tuple(
-    f"tiered_mem/optimizer/{name}.py"
-    for name in ("pipeline", "states", "bucket_mover", "residence", "disk_residence", "staging", "staging_slots")
-)
-FILES = (
-    "tiered_mem/transfer.py",
-    "tiered_mem/store.py",
-    "tiered_mem/tiers.py",
-    "tiered_mem/manager.py",
-    *OPTIMIZER,
-)
-TRANSFER = ("transfer", "transfer_failures", "dropped_blocks")
+BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
-TESTS = tuple(f"tests/test_{name}.py" for name in (*TRANSFER, "offload_context", *SAVED, "manager"))
-OPTIMIZER_TESTS = tuple(f"tests/optimizer/test_{name}.py" for name in ("streams", "residence", "disk_residence"))
+PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes")
+OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence", "disk_residence", "staging", "staging_slots")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Files that are changed, and the tests that have to find it."""
+
+    files: Sequence[str]
+    tests: Sequence[str]
+
+    @classmethod
+    def of(cls, files: Sequence[str], tests: Sequence[str], folder: str = "") -> Subject:
+        """By their names alone. folder: below tiered_mem and tests."""
+        return cls(
+            [f"tiered_mem/{folder}{name}.py" for name in files], [f"tests/{folder}test_{name}.py" for name in tests]
+        )
+
+
+SUBJECTS = (
+    Subject.of(("transfer", "store", "tiers", "manager"), (*BLOCKS, *SAVED)),
+    Subject.of(("spiller", "wanted"), ("spilling", "lru_policy", "spill_faults")),
+    Subject.of(("module_phases",), PHASES),
+    Subject.of(OPTIMIZER, ("streams", "residence", "disk_residence"), "optimizer/"),
+)
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
-WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work")
+WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for")
 TESTS_FAILED = 1  # pytest's exit codes
 PASSED = 0
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the text of `node` in `file` becomes `replacement`."""
+    """One change: the text of `node` in `file` becomes `replacement`. tests: those that have to find it."""
 
+    tests: Sequence[str]
     file: str
     node: ast.expr | ast.stmt
     replacement: str
@@ -74,22 +89,25 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    return [mutant for file in FILES for mutant in _mutants_of(file)]
+    return [mutant for subject in SUBJECTS for file in subject.files for mutant in _mutants_of(file, subject.tests)]
 
 
-def _mutants_of(file: str) -> Iterator[Mutant]:
+def _mutants_of(file: str, tests: Sequence[str]) -> Iterator[Mutant]:
+    of = partial(Mutant, tests, file)
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Expr) and _called(node.value) in WAITS:
-            yield Mutant(file, node, "pass")
+            yield of(node, "pass")
         elif isinstance(node, ast.Assign) and _attribute(node.value) == "ticket":
-            yield Mutant(file, node.value, "None")
+            yield of(node.value, "None")
         elif isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
-            yield from (Mutant(file, part, "None") for part in node.elts if _attribute(part) == "ticket")
+            yield from (of(part, "None") for part in node.elts if _attribute(part) == "ticket")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "record_event":
-                yield Mutant(file, node, f"__import__('torch').Event({ast.unparse(node.func.value)}.device)")
+            if node.func.attr == "query":
+                yield of(node, "True")
+            elif node.func.attr == "record_event":
+                yield of(node, f"__import__('torch').Event({ast.unparse(node.func.value)}.device)")
             elif node.func.attr == "release" and len(node.args) == 2:
-                yield from (Mutant(file, part, "None") for part in node.args[1:] if not _is_none(part))
+                yield from (of(part, "None") for part in node.args[1:] if not _is_none(part))
 
 
 def _called(node: ast.expr) -> str | None:
@@ -125,8 +143,8 @@ def dies(mutant: Mutant | None, schedule: str) -> bool:
                 shutil.copy(source, folder / name)
         if mutant is not None:
             mutant.apply(folder)
-        tests = OPTIMIZER_TESTS if mutant is not None and mutant.file in OPTIMIZER else (*TESTS, *OPTIMIZER_TESTS)
-        code = run_tests(folder, tests, schedule)
+        everything = [test for subject in SUBJECTS for test in subject.tests]
+        code = run_tests(folder, everything if mutant is None else mutant.tests, schedule)
     if code not in (PASSED, TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {code}; {mutant or 'the code as it is'} could not be tested")
     return code == TESTS_FAILED

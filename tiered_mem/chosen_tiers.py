@@ -21,13 +21,13 @@ def host_tier(
     if host_pool is not None:
         if (host_bytes, pin, preallocate) != (None, True, None):
             raise ValueError("host_pool comes in place of host_bytes, pin and preallocate: give either it or these")
-        return HostTier(host_pool, owned=False)
+        return HostTier(host_pool, device, owned=False)
     check_pin(pin)
     limits = [host_limit(), memlock_limit() if pin == "locked" else None]
     capacity = host_budget(host_bytes, limits=[each for each in limits if each], processes=local_processes())
     if preallocate is None:
         preallocate = host_bytes not in (None, "auto")
-    return HostTier(pool_for(device, capacity, pin, preallocate=preallocate))
+    return HostTier(pool_for(device, capacity, pin, preallocate=preallocate), device)
 
 
 def disk_tier(

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from .allocators import AclRuntime, node_of_pci
-from .errors import DeviceUnavailable
+from .errors import DeviceFailed, DeviceUnavailable
 
 _KNOWN = ("npu", "cuda", "cpu")
 
@@ -53,6 +53,7 @@ class Device:
         self._number = self._existing(index) if self._module else 0
         self._npu_format = importlib.import_module("torch_npu").get_npu_format if kind == "npu" else None
         self.torch_device = torch.device(kind, self._number) if self._module else torch.device(kind)
+        self._probe = self.new_stream() if kind == "npu" else None
 
     def current_stream(self) -> Stream:
         """The stream on which the caller's thread issues its work now."""
@@ -76,6 +77,22 @@ class Device:
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Work issued inside goes to `stream`."""
         return stream if isinstance(stream, torch.Stream) else contextlib.nullcontext()
+
+    def wait_for(self, event: Event) -> None:
+        """Waits on the host for an event. Raises DeviceFailed where it will never come to pass.
+
+        After a failure torch_npu's queue drops what comes next, and whoever waits for an event in it does so for
+        ever. An event that is recorded now tells: if it passes, all before it in the queue has reached the device.
+        """
+        if self._probe is not None:
+            now = self._probe.record_event()
+            self._probe.synchronize()
+            if not now.query():
+                raise DeviceFailed(
+                    "a copy was dropped, because work before it failed on the device. The error of that work says "
+                    "why; the process has to be started again"
+                )
+        event.synchronize()
 
     def timed_event(self, stream: Stream) -> Event:
         """An event that is recorded on `stream` now. `elapsed` tells the time between two of them."""

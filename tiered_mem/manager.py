@@ -15,6 +15,7 @@ from .allocators import HostPool
 from .chosen_tiers import disk_tier, host_tier
 from .context import OffloadContext
 from .device import Device
+from .errors import DeviceFailed
 from .figures import summary_rows
 from .host_budget import HostBytes
 from .layer_context import LayerContext, LayerSequence
@@ -284,13 +285,20 @@ class TieringManager:
         """
         with self._turn:
             self.activations.close()
-        self._optimizers.close()
+        try:
+            self._optimizers.close()
+            with self._turn:
+                for block in list(self._store.blocks):
+                    self._store.retire(block)
+                self._phases.close()
+                self._engine.synchronize()
+                self._store.settle()
+        except DeviceFailed:
+            # Host memory stays, as nobody knows what the device still does with it. Files can go.
+            if self._disk is not None:
+                self._disk.close()
+            raise
         with self._turn:
-            for block in list(self._store.blocks):
-                self._store.retire(block)
-            self._phases.close()
-            self._engine.synchronize()
-            self._store.settle()
             if self._disk is not None:
                 self._disk.close()
             self._host.close()

@@ -173,9 +173,9 @@ class ModulePhases:
         try:
             for _, copy in moves:
                 if copy.event is not None:
-                    copy.event.synchronize()  # the last reload read it, maybe on behalf of another stream
+                    self._device.wait_for(copy.event)  # the last reload read it, maybe on behalf of another stream
             ticket = self._engine.offload([(DeviceSlot(held.flat(), stream), copy.slot) for held, copy in moves])
-            ticket.event.synchronize()
+            ticket.wait()
         except BaseException:
             self._engine.synchronize()
             raise

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .block import Block
-from .device import Event
 from .spill.disk_record import Record
 from .spill.io_queue import Job
 from .tiers import HostSlot, Lease
+from .transfer import Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class Write:
 
     members: list[Member]
     nbytes: int
-    copies: list[Event]
+    copies: list[Ticket]
     record: Record | None = None
 
 

@@ -75,7 +75,7 @@ class Spiller:
         for group in groups(going):
             members = [Member(block, slot, self._host.hold(slot)) for block in group if (slot := block.host)]
             tickets = dict.fromkeys(block.ticket for block in group if block.ticket is not None)
-            write = Write(members, sum(block.nbytes for block in group), [ticket.event for ticket in tickets])
+            write = Write(members, sum(block.nbytes for block in group), list(tickets))
             for block in group:
                 block.move = write
             self._filling.append(write)
@@ -153,12 +153,15 @@ class Spiller:
         return self._begin_writes() or ended
 
     def wait(self) -> bool:
-        """Waits for something to end, first for what will free host memory. False if nothing is under way."""
+        """Waits for something to end, first for what will free host memory. False if nothing is under way.
+
+        Raises DeviceFailed.
+        """
         if self._writing and (record := self._writing[0].record) is not None:
             record.job.wait()
         elif self._filling:
             for copy in self._filling[0].copies:
-                copy.synchronize()
+                copy.wait()
         elif self._reading:
             self._reading[0].job.wait()
         else:
@@ -174,7 +177,7 @@ class Spiller:
     def _begin_writes(self) -> bool:
         """Writes what has arrived on the host. Whether anything ended without being written."""
         ended = False
-        while self._filling and all(copy.query() for copy in self._filling[0].copies):
+        while self._filling and all(copy.event.query() for copy in self._filling[0].copies):
             write = self._filling.popleft()
             staying = [member for member in write.members if member.block.move is not write]
             write.members = [member for member in write.members if member.block.move is write]

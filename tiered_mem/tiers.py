@@ -88,11 +88,13 @@ class HostTier:
     A slot that a copy may still use is given back with that copy's event, and handed out again when the event has
     come to pass. The pool itself knows nothing of streams.
 
+    device: that of the copies.
     owned: the pool is closed with the tier.
     """
 
-    def __init__(self, pool: HostPool, *, owned: bool = True) -> None:
+    def __init__(self, pool: HostPool, device: Device, *, owned: bool = True) -> None:
         self._pool = pool
+        self._device = device
         self._owned = owned
         self._slabs: dict[int, _Slab] = {}
         self._returning: deque[tuple[HostSlot, Event]] = deque()
@@ -150,10 +152,10 @@ class HostTier:
         return bool(self._returning)
 
     def wait(self) -> bool:
-        """Waits for the copy that has kept a slot the longest. False if there is none."""
+        """Waits for the copy that has kept a slot the longest. False if there is none. Raises DeviceFailed."""
         if not self._returning:
             return False
-        self._returning[0][1].synchronize()
+        self._device.wait_for(self._returning[0][1])
         self.collect()
         return True
 

@@ -163,7 +163,7 @@ class Trace:
 
     def _settle_all(self) -> None:
         while self._pending:
-            self._pending[0].events[-1].synchronize()
+            self._device.wait_for(self._pending[0].events[-1])
             self._settle()
 
     def _settle(self) -> None:

@@ -75,10 +75,10 @@ class TransferEngine:
         """Copies to the first tensor of each pair, in order on `stream`, which is current."""
         if self._trace is None:
             _copy(pairs)
-            return Ticket(stream.record_event())
+            return Ticket(stream.record_event(), self._device)
         with self._trace.copying(direction, stream, sum(to.nbytes for to, _ in pairs), len(pairs)) as group:
             _copy(pairs)
-        return Ticket(group.ended, self._trace)
+        return Ticket(group.ended, self._device, self._trace)
 
     def synchronize(self) -> None:
         """Waits on the host for every copy that was started."""
@@ -89,12 +89,17 @@ class TransferEngine:
 class Ticket:
     """Copies that were started and will have ended when `event` has come to pass."""
 
-    __slots__ = ("_held", "_trace", "event")
+    __slots__ = ("_device", "_held", "_trace", "event")
 
-    def __init__(self, event: Event, trace: Trace | None = None) -> None:
+    def __init__(self, event: Event, device: Device, trace: Trace | None = None) -> None:
         self.event = event
+        self._device = device
         self._trace = trace
         self._held: set[int] = set()
+
+    def wait(self) -> None:
+        """Waits on the host. Raises DeviceFailed where the device has dropped the copies."""
+        self._device.wait_for(self.event)
 
     def held_by(self, stream: Stream) -> bool:
         """Whether `stream` has been made to wait."""

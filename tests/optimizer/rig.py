@@ -82,7 +82,7 @@ class Rig:
         self.exclusive = Guard(self.lock)
         pool = pool_for(self.device, host_slots * SLOT, True, preallocate=False)
         self.pool = GuardedPool(pool, self.lock)
-        self.host = HostTier(self.pool)
+        self.host = HostTier(self.pool, self.device)
         self.files = DeclaredFaults()
         self.clock = Clock()
         self.folder = folder

@@ -53,7 +53,7 @@ class BucketMover:
             residence.leave(last)
             reading.append(leaving)
         if last is not None:
-            last.event.synchronize()
+            last.wait()
 
     def bring_back(self, buckets: Sequence[Bucket]) -> None:
         """Copies to the device what is away. All or nothing: raises torch.OutOfMemoryError."""

@@ -145,7 +145,7 @@ class Pipeline:
             if not fits:
                 replace(bucket)
             if slot is not None and self._window is not None:
-                self._window.leave(bucket, Ticket(stream.record_event()) if done is None else done)
+                self._window.leave(bucket, Ticket(stream.record_event(), self._device) if done is None else done)
 
 
 class _Window:
@@ -156,7 +156,7 @@ class _Window:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
         self._ring: Ring[Ticket] = Ring(nbytes)
         # Whoever had the memory before may be still at work.
-        self._allocated = Ticket(self._stream.record_event())
+        self._allocated = Ticket(self._stream.record_event(), device)
         self.slots: dict[Bucket, _Slot] = {}
 
     def __contains__(self, bucket: Bucket) -> bool:
