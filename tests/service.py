@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tiered_mem import TieringManager
@@ -53,3 +54,14 @@ def make_tensor(device: str, nbytes: int = NBYTES) -> torch.Tensor:
     tensor = torch.randn(nbytes // 4).to(device)
     module.synchronize()
     return tensor
+
+
+def interrupt_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of copies that are started together only the first is."""
+    copy = torch._foreach_copy_
+
+    def copy_first(to: list[torch.Tensor], of: list[torch.Tensor], non_blocking: bool) -> None:
+        copy(to[:1], of[:1], non_blocking=non_blocking)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_first)

@@ -8,22 +8,12 @@ import pytest
 import torch
 
 from tests.conftest import EMULATED, Link
-from tests.service import NBYTES, SLOW, Service, make_tensor
+from tests.service import NBYTES, SLOW, Service, interrupt_second_copy, make_tensor
 from tiered_mem.allocators import AclPinnedMemory, SlabPool
 from tiered_mem.block import view_of
 from tiered_mem.policies import Action, Offload, Release, Reload
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-
-def interrupt_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = torch._foreach_copy_
-
-    def copy_first(to: list[torch.Tensor], of: list[torch.Tensor], non_blocking: bool) -> None:
-        copy(to[:1], of[:1], non_blocking=non_blocking)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "_foreach_copy_", copy_first)
 
 
 @pytest.mark.skipif(not EMULATED, reason="only the emulator's race detector can tell")
