@@ -1,6 +1,6 @@
 """Kills trainings in the midst of steps with states on disk, and has the next one go on from the last checkpoint.
 
-python -m tests.optimizer.kill_steps --times 20
+python -m ascend_emulator -m tests.optimizer.kill_steps --times 20
 """
 
 from __future__ import annotations
