@@ -11,8 +11,7 @@ from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.training import OPTIMIZERS, Outcome, differences, make_params, outcome, train
 
 RESIDENCIES = ("host", "disk", "device-until-offload")
-once = pytest.mark.schedules("eager", why="the copies are those of float32, and of half the size")
-DTYPES = (torch.float32, pytest.param(torch.bfloat16, marks=once))
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
