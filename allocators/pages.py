@@ -120,7 +120,7 @@ class PageMemory(DirectMemory[Held]):
                 _log.warning(
                     "memory is not placed on NUMA node %d: %s. Copies may be slower; start the process with "
                     "numactl --preferred=%d, or in a container that may call mbind",
-                    *(node, error, node),
+                    *(node, str(error), node),
                 )
 
 

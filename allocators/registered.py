@@ -89,7 +89,7 @@ class RegisteredMemory(PageMemory[_Registered]):
             self._give_back(region, registered)
         except (OSError, RuntimeError) as error:
             # A device may still reach what stayed registered, so nobody else may get these addresses.
-            _log.error("%s stay mapped for good, because giving them back failed: %s", region, error)
+            _log.error("%s stay mapped for good, because giving them back failed: %s", region, str(error))
 
     def _lock_in_ram(self, pages: Pages) -> None:
         try:

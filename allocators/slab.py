@@ -204,7 +204,7 @@ class SlabPool:
         try:
             self.close()
         except Exception as failure:  # the error on its way out matters more
-            _log.warning("SlabPool was left open: %s", failure)
+            _log.warning("SlabPool was left open: %s", str(failure))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -244,7 +244,7 @@ class SlabPool:
         try:
             slab = self._add_slab(size, size)
         except OutOfHostMemory as error:
-            _log.warning("a resident region of %s shares a slab with others: %s", human(size), error)
+            _log.warning("a resident region of %s shares a slab with others: %s", human(size), str(error))
             return None
         return self._free.take(slab.ptr)
 
@@ -290,17 +290,17 @@ class SlabPool:
                 break
             except Exception as error:
                 self._source_failures += 1
-                refusal = self._out_of_memory(
-                    f"{type(self._source).__name__} did not give a slab of {human(nbytes)}: {error}",
-                    "Free regions, or give the pool less to hold; smaller slabs let it grow in smaller steps",
-                    least,
-                )
+                reason = f"{type(self._source).__name__} did not give a slab of {human(nbytes)}: {error}"
                 if wanted == least or not isinstance(error, OutOfHostMemory):
-                    raise refusal from error
+                    raise self._out_of_memory(
+                        reason,
+                        "Free regions, or give the pool less to hold; smaller slabs let it grow in smaller steps",
+                        least,
+                    ) from error
                 wanted = max(least, round_up(wanted // 2))
                 # A source that is dry stays so, and says it at each growth.
                 level = logging.WARNING if self._source_failures == 1 else logging.DEBUG
-                _log.log(level, "%s. Trying %s. Later refusals are only counted", refusal.reason, human(wanted))
+                _log.log(level, "%s. Trying %s. Later refusals are only counted", reason, human(wanted))
         self._slabs[slab.ptr] = slab
         self._reserved += nbytes
         self._free.add(slab.ptr, nbytes, slab)

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import EMULATED, MakeManager
 from tests.models import backward, equal, eventually, gradients_of, is_empty, small_stack
@@ -107,9 +108,24 @@ def test_a_manager_that_is_forgotten(device: str, device_module: Any, first: str
             limit_host("0")
 
 
+@pytest.mark.skipif(not EMULATED, reason="only the emulated runtime has a limit that can be set")
+def test_a_manager_that_got_less_than_it_asked_for_is_forgotten_as_well(device: str, no_gc: None) -> None:
+    limit_host("64MiB")
+    try:
+        manager = TieringManager(policy="layer-order", device=device, host_bytes="100MiB")
+        assert 0 < manager.stats()["host.reserved.current"] <= 64 << 20
+        gone = weakref.ref(manager)
+        del manager
+        assert gone() is None
+    finally:
+        limit_host("0")
+
+
 def limit_host(size: str) -> None:
+    """Of what torch has pinned for tests before, nothing may count."""
     import ascend_emulator
 
+    torch.npu.host_empty_cache()
     ascend_emulator.configure(host_bytes=size)
 
 

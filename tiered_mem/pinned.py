@@ -79,7 +79,7 @@ def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: 
         try:
             return name, _filled(_pinned(_SOURCES[name](node), capacity, whatever=name == pin), preallocate)
         except (OSError, RuntimeError, OutOfHostMemory) as error:
-            _log.info("host memory does not come from %r: %s", name, error)
+            _log.info("host memory does not come from %r: %s", name, str(error))
             reasons.append(f"{name}: {error}")
     tried = "; ".join(reasons)
     if pin != "try":
@@ -105,7 +105,7 @@ def _pinned(source: HostMemory, capacity: int, *, whatever: bool) -> SlabPool:
     try:
         pool.trim()
     except RuntimeError as error:  # the small slab stays in the pool, then
-        _log.warning("%s", error)
+        _log.warning("%s", str(error))
     if not recognised:
         if not whatever:
             raise PinningFailed("torch does not recognise its memory as pinned")
@@ -122,5 +122,7 @@ def _filled(pool: SlabPool, preallocate: bool) -> SlabPool:
             reserved = pool.stats().reserved
             if reserved == 0:
                 raise
-            _log.warning("the host pool has %s of %s: %s", format_bytes(reserved), format_bytes(capacity), error)
+            _log.warning(
+                "the host pool has %s of %s: %s", format_bytes(reserved), format_bytes(capacity), str(error)
+            )
     return pool

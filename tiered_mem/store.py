@@ -246,7 +246,7 @@ class BlockStore:
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
-            _log.warning("an activation stays on the device: %s. Later ones are only counted", error)
+            _log.warning("an activation stays on the device: %s. Later ones are only counted", str(error))
         self._counters.kept.add(block.nbytes)
 
     def _start_offloads(self, moves: Sequence[tuple[Block, DeviceSlot, HostSlot]]) -> None:

@@ -277,5 +277,5 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     try:
         return tensor.is_pinned()
     except RuntimeError as error:
-        _log.warning("torch cannot tell whether host memory is pinned, and it counts as not pinned: %s", error)
+        _log.warning("torch cannot tell whether host memory is pinned, and it counts as not pinned: %s", str(error))
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 
@@ -279,3 +280,18 @@ def test_an_interrupt_while_the_source_works_leaves_the_pool_usable() -> None:
     assert (pool.stats().slabs, pool.stats().used) == (0, 0)
     pool.deallocate(pool.allocate(MIB))
     pool.close()
+
+
+def test_a_refusal_keeps_nothing_alive(no_gc: None) -> None:
+    """Not even where a handler keeps the records of the log, as pytest's does."""
+    pool = SlabPool(LimitedMemory(NumberedMemory(), 5 * MIB), slab_bytes=16 * MIB)
+    refused = 0
+    for attempt in (pool.preallocate, pool.allocate):
+        try:
+            attempt(16 * MIB)
+        except OutOfHostMemory:
+            refused += 1
+    assert refused == 2
+    gone = weakref.ref(pool)
+    del pool, attempt
+    assert gone() is None

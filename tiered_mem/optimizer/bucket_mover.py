@@ -90,7 +90,7 @@ class BucketMover:
         except TierFull as error:
             _log.warning(
                 "%s of states of %s have changed their shapes, and stay on the device: %s",
-                *(format_bytes(bucket.nbytes), name, error),
+                *(format_bytes(bucket.nbytes), name, str(error)),
             )
             return False
         return True

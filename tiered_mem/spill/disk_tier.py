@@ -240,7 +240,7 @@ class DiskTier:
                 _log.warning(
                     "writing to %s failed: %s. What is not there stays in memory. Writing is tried again from time "
                     "to time; the next word of it comes when it works",
-                    *(self._folder.path, error),
+                    *(self._folder.path, str(error)),
                 )
             raise
         with self._lock:
@@ -298,7 +298,7 @@ class DiskTier:
         with self._lock:
             news = self._gate.budget_news()
         if news:
-            _log.warning("what should go to %s stays in memory from now on: %s", self._folder.path, refusal)
+            _log.warning("what should go to %s stays in memory from now on: %s", self._folder.path, str(refusal))
 
     def _is_open(self) -> bool:
         return not self._closed and os.getpid() == self._pid

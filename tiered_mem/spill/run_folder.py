@@ -124,7 +124,7 @@ class RunFolder:
         except FileNotFoundError:  # somebody else was quicker
             pass
         except OSError as error:
-            _log.warning("%s cannot be removed: %s", self.home.path / going, error)
+            _log.warning("%s cannot be removed: %s", self.home.path / going, str(error))
             return False
         finally:
             self.close()
