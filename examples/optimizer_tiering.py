@@ -34,15 +34,11 @@ def main() -> int:
 
     training = Training(options, kind, console)
 
-    def plain(run: Run) -> None:
-        model = training.model()
-        training.steps(run, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
     def tiered(run: Run, residency: str, host: int, spill_dir: str | None) -> None:
         model = training.model()
         with TieringManager(policy="lru", device=kind, host_bytes=host, spill_dir=spill_dir) as manager:
             optimizer = manager.register_optimizer(
-                torch.optim.AdamW(model.parameters(), lr=1e-3),
+                training.optimizer(model),
                 bucket_bytes=options.bucket_bytes,
                 residency=residency,
             )
@@ -50,14 +46,14 @@ def main() -> int:
             run.peak_host = int(manager.stats()["host.used.peak"])
             run.peak_disk = int(manager.stats().get("disk.used.peak", 0))
 
-    ample = training.measure("plain, ample", plain)
+    ample = training.measure("plain, ample", training.plain)
     weights = sum(weight.nbytes for weight in ample.weights.values())
     budget = int(4 * weights * options.budget)
     console.print(
         f"weights, gradients and two states of each: 4 x {format_bytes(weights)}; budget {format_bytes(budget)}"
     )
     device.set_per_process_memory_fraction(budget / total)
-    without = training.measure("plain, budget", plain)
+    without = training.measure("plain, budget", training.plain)
     on_host = training.measure("states on the host", lambda run: tiered(run, "host", 3 * weights, None))
     with tempfile.TemporaryDirectory(dir=options.spill_dir) as folder:
         few = 8 * options.bucket_bytes

@@ -34,10 +34,6 @@ def main() -> int:
 
     training = Training(options, kind, console)
 
-    def plain(run: Run) -> None:
-        model = training.model()
-        training.steps(run, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
     def tiered(run: Run, host: int, spill_dir: str | None) -> None:
         model = training.model()
         with TieringManager(
@@ -46,13 +42,13 @@ def main() -> int:
             training.steps(
                 run,
                 model,
-                torch.optim.AdamW(model.parameters(), lr=1e-3),
+                training.optimizer(model),
                 offload=manager.offload_context(model.layers),
                 after_forward=lambda: console.print(where(manager)),
             )
             console.print(manager.memory_summary())
 
-    ample = training.measure("plain, ample", plain)
+    ample = training.measure("plain, ample", training.plain)
     activations = ample.peak_device - ample.resident
     budget = int(ample.peak_device * options.budget)
     host = int(activations * options.host)

@@ -31,23 +31,19 @@ def main() -> int:
 
     training = Training(options, kind, console)
 
-    def plain(run: Run) -> None:
-        model = training.model()
-        training.steps(run, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
     def tiered(run: Run) -> None:
         model = training.model()
         policy = LayerOrderPolicy(num_layers=options.offload)
         with TieringManager(policy=policy, device=kind, host_bytes=options.host_bytes) as manager:
             offload = manager.offload_context(model.layers)
-            training.steps(run, model, torch.optim.AdamW(model.parameters(), lr=1e-3), offload=offload)
+            training.steps(run, model, training.optimizer(model), offload=offload)
             run.peak_host = int(manager.stats()["host.used.peak"])
             console.print(manager.memory_summary())
 
-    ample = training.measure("plain, ample", plain)
+    ample = training.measure("plain, ample", training.plain)
     budget = int(ample.peak_device * options.budget)
     device.set_per_process_memory_fraction(budget / total)
-    without = training.measure("plain, budget", plain)
+    without = training.measure("plain, budget", training.plain)
     within = training.measure("tiered, budget", tiered)
 
     console.print(table([ample, without, within], budget, options))

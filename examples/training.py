@@ -77,6 +77,14 @@ class Training:
             self.kind
         )
 
+    def optimizer(self, model: GPT) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def plain(self, run: Run) -> None:
+        """The run without tiering."""
+        model = self.model()
+        self.steps(run, model, self.optimizer(model))
+
     def steps(
         self,
         run: Run,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.conftest import MakeManager
-from tests.models import backward, equal, gradients_of, small_stack
+from tests.models import assert_same, backward, equal, gradients_of, small_stack
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -29,14 +29,9 @@ def test_a_teacher_inside_the_context(device: str, make_manager: MakeManager, qu
         y = model.layers[2](model.layers[1](y))
         return (y - target.clone().detach() * 0.5).pow(2).mean()
 
-    expected = backward(forward(), model, x)
     manager = make_manager(2)
     offload = manager.offload_context(model.layers, min_bytes=1)
-    for _ in range(3):
-        with offload:
-            loss = forward()
-        assert equal(backward(loss, model, x), expected)
-        del loss
+    assert_same(forward, offload, model, x)
     assert manager.stats()["reloads_on_demand.total"] == 0
 
 

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .spill.disk_record import OperationKind
+
 Direction = Literal["offload", "reload"]
-FileKind = Literal["write", "read"]
 
 _PROCESS = 1
 _LAYERS, _WAITS, _HOST = "compute: layers", "compute: waits", "host: waits"
 _COPIES: dict[Direction, str] = {"offload": "copies: offload", "reload": "copies: reload"}
-_FILES: dict[FileKind, str] = {"write": "disk: writes", "read": "disk: reads"}
+_FILES: dict[OperationKind, str] = {"write": "disk: writes", "read": "disk: reads"}
 _TRACKS = (_LAYERS, _WAITS, *_COPIES.values(), _HOST)
 
 
@@ -82,7 +83,7 @@ class HostWait(Record):
 class FileMove(Record):
     """A thread of the disk tier writes a file, or reads one."""
 
-    kind: FileKind
+    kind: OperationKind
     nbytes: int
 
 

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 from .device import Device, Event, Stream
 from .figures import Copies, Figures, Files, Stall
-from .spill.disk_record import Operation
+from .spill.disk_record import Operation, OperationKind
 from .timeline import (
     Copy,
     Direction,
-    FileKind,
     FileMove,
     HostWait,
     Layer,
@@ -58,7 +57,7 @@ class Trace:
         self._host_waited = _Total()
         self._files_lock = threading.Lock()
         self._files: deque[Record] = deque(maxlen=limit)
-        self._moved: dict[FileKind, _Total] = {"write": _Total(), "read": _Total()}
+        self._moved: dict[OperationKind, _Total] = {"write": _Total(), "read": _Total()}
         event = device.timed_event(device.current_stream())
         event.synchronize()
         self._host_base = time.perf_counter()

@@ -38,10 +38,13 @@ class Record:
         return self.nbytes + ALIGNMENT
 
 
+OperationKind = Literal["read", "write"]
+
+
 class Operation(NamedTuple):
     """A read or a write that has ended, well or not. began, ended: as time.perf_counter tells it, in seconds."""
 
-    kind: Literal["read", "write"]
+    kind: OperationKind
     nbytes: int
     began: float
     ended: float

@@ -12,14 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
 
 from ..allocators import round_up
 from ..errors import Closed, TierFull
 from ..sizes import format_bytes
 from .checksums import checksum_by_name
 from .direct_io import direct_io_works
-from .disk_record import Counts, DiskStats, Operation, Record
+from .disk_record import Counts, DiskStats, Operation, OperationKind, Record
 from .file_pool import FilePool
 from .files import Files, OsFiles
 from .folder import SpillFolder
@@ -265,7 +264,7 @@ class DiskTier:
                 self._operation_ended(record)
 
     @contextmanager
-    def _watched(self, kind: Literal["read", "write"], moved: Moved) -> Iterator[None]:
+    def _watched(self, kind: OperationKind, moved: Moved) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
