@@ -1,4 +1,4 @@
-"""python -m ascend_emulator [options] SCRIPT ARGS... : runs a script on the emulated NPU."""
+"""python -m ascend_emulator [options] SCRIPT ARGS... : runs a script, module or code on the emulated NPU."""
 
 import argparse
 import importlib.machinery
@@ -55,6 +55,8 @@ def _run(options: argparse.Namespace) -> None:
     script, *arguments = options.command
     if options.module:
         _run_module(script, arguments)
+    elif options.code:
+        _run_code(script, arguments)
     else:
         _run_script(script, arguments)
 
@@ -89,7 +91,7 @@ def _found_races() -> list[Race]:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ascend_emulator",
-        usage="python -m ascend_emulator [OPTIONS] (SCRIPT | -m MODULE) [ARGS...]",
+        usage="python -m ascend_emulator [OPTIONS] (SCRIPT | -m MODULE | -c CODE) [ARGS...]",
         description=__doc__,
         allow_abbrev=False,
     )
@@ -122,7 +124,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--over-real-cann", action="store_true", help="start although a real CANN is present")
     parser.add_argument("--unless-hardware", action="store_true", help="use a real NPU or CUDA GPU if there is one")
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    what.add_argument("-c", dest="code", action="store_true", help="SCRIPT is the program itself")
     parser.add_argument(
         "command", metavar="SCRIPT", nargs=argparse.REMAINDER, help="what to run, and its arguments"
     )
@@ -157,9 +161,22 @@ def _run_script(script: str, arguments: list[str]) -> None:
     module = ModuleType("__main__")
     module.__file__ = path
     module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    _run_as_main(module, source, path)
+
+
+def _run_code(code: str, arguments: list[str]) -> None:
+    """Does what `python -c CODE ARGS...` would."""
+    sys.argv = ["-c", *arguments]
+    sys.path[0] = ""
+    module = ModuleType("__main__")
+    module.__loader__ = importlib.machinery.BuiltinImporter
+    _run_as_main(module, code, "<string>")
+
+
+def _run_as_main(module: ModuleType, source: str | bytes, name: str) -> None:
     vars(module)["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = module
-    exec(compile(source, path, "exec"), vars(module))
+    exec(compile(source, name, "exec"), vars(module))
 
 
 if __name__ == "__main__":

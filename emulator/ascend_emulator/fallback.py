@@ -3,13 +3,14 @@
 torch_npu registers about 1,900 operators. Those named in `native_ops` keep torch_npu's kernels, which are
 asynchronous. Every other one is replaced here by the first of these that it has:
 
-- another operator that computes the same natively;
+- another operator that computes the same natively, or a formula of other operators;
 - the operators that PyTorch builds it from, under autograd too;
 - a CPU kernel: the arguments are copied to the CPU, and the results back;
 - a NotImplementedError with the operator's name.
 
 Each call that goes to the CPU is logged at debug level by "ascend_emulator.fallback". An operator that torch_npu
 does not register at all never comes here: torch_npu itself runs it on the CPU, with a warning, as on hardware.
+What the CPU says of a call that it does not take comes with the operator, the dtypes, and that the NPU is emulated.
 """
 
 import logging
@@ -23,6 +24,7 @@ from torch._ops import OpOverload
 from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ascend_emulator.formulas import FORMULAS
 from ascend_emulator.native_ops import native_operators
 
 _log = logging.getLogger("ascend_emulator.fallback")
@@ -43,9 +45,10 @@ def install() -> None:
             if operator is not None and kernel is not None:
                 library = libraries[operator.namespace]
                 library.impl(operator, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
-    for name, same in _SAME_AS.items():
-        library = libraries["aten"]
-        library.impl(_find(name), _find(same), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+    same = {name: _find(same) for name, same in _SAME_AS.items()}
+    for name, kernel in (same | FORMULAS).items():
+        library = libraries[name.partition("::")[0]]
+        library.impl(_find(name), kernel, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
     # A replacement ends with its Library; torch.library keeps its own permanent ones here.
     torch.library._keep_alive.extend(libraries.values())
 
@@ -74,6 +77,10 @@ def _is_without_mask(self: torch.Tensor, indices: list[torch.Tensor | None], *ar
     return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in indices)
 
 
+def _is_no_double(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    return self.dtype != torch.float64
+
+
 def _forbids_private_formats(*args: Any, **kwargs: Any) -> bool:
     return bool(torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"disable")
 
@@ -87,6 +94,9 @@ _NATIVE_IF: dict[str, Callable[..., bool]] = {
     "aten::index_put": _is_without_mask,
     "aten::index_put_": _is_without_mask,
     "aten::_index_put_impl_": _is_without_mask,
+    # These two it computes in float32 or not at all: Ascend devices know no float64 there.
+    **dict.fromkeys(("aten::native_layer_norm", "aten::native_layer_norm_backward"), _is_no_double),
+    **dict.fromkeys(("aten::upsample_bilinear2d", "aten::upsample_bilinear2d.out"), _is_no_double),
     "aten::_convolution": _forbids_private_formats,
     "aten::convolution": _forbids_private_formats,
     "aten::convolution_backward": _forbids_private_formats,
@@ -145,17 +155,35 @@ def _on_cpu(operator: OpOverload) -> Callable[..., Any]:
         _log.debug("%s runs on the CPU, and the caller waits for it", operator)
         mirror = _Mirror(_device_of((args, kwargs)))
         cpu_args, cpu_kwargs = tree_map(mirror.to_cpu, (args, kwargs))
-        if torch.Tag.nondeterministic_seeded in operator.tags:
-            with _seeded_by_npu(kwargs.pop("generator", None)):
-                cpu_kwargs.pop("generator", None)
+        with _told_of(operator, (args, kwargs)):
+            if torch.Tag.nondeterministic_seeded in operator.tags:
+                with _seeded_by_npu(kwargs.pop("generator", None)):
+                    cpu_kwargs.pop("generator", None)
+                    result = operator(*cpu_args, **cpu_kwargs)
+            else:
                 result = operator(*cpu_args, **cpu_kwargs)
-        else:
-            result = operator(*cpu_args, **cpu_kwargs)
         for written in _written_arguments(operator, args, kwargs):
             mirror.write_back(written)
         return tree_map(mirror.to_npu, result)
 
     return run
+
+
+# The first before what it is derived from.
+_CPU_ERRORS = (NotImplementedError, RuntimeError, IndexError, TypeError, ValueError)
+
+
+@contextmanager
+def _told_of(operator: OpOverload, arguments: Any) -> Iterator[None]:
+    """An error names the CPU's kernel, if anything; this says which operator it was of, and where that runs."""
+    try:
+        yield
+    except _CPU_ERRORS as error:
+        tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+        where = " of ".join(filter(None, (str(operator), ", ".join(dtypes))))
+        kind = next(kind for kind in _CPU_ERRORS if isinstance(error, kind))
+        raise kind(f"{where}, which the emulated NPU runs on the CPU: {error}") from error
 
 
 class _Mirror:

@@ -43,7 +43,7 @@ _ATEN = {
         div.Tensor_mode div.out div.out_mode div_.Scalar div_.Scalar_mode div_.Tensor div_.Tensor_mode
         erf erf.out erf_ exp exp.out exp2 exp2.out exp2_ exp_ expm1 expm1.out expm1_ floor floor.out
         floor_ floor_divide floor_divide.Scalar floor_divide.out floor_divide_.Scalar
-        floor_divide_.Tensor isfinite lerp.Scalar lerp.Scalar_out lerp.Tensor lerp.Tensor_out
+        floor_divide_.Tensor isfinite isneginf.out lerp.Scalar lerp.Scalar_out lerp.Tensor lerp.Tensor_out
         lerp_.Scalar lerp_.Tensor log log.out log10 log10.out log10_ log1p log1p.out log1p_ log2
         log2.out log2_ log_ logical_and logical_and.out logical_and_ logical_not logical_not.out
         logical_not_ logical_or logical_or.out logical_or_ logical_xor logical_xor.out
@@ -73,23 +73,28 @@ _ATEN = {
         baddbmm.out baddbmm_ bmm bmm.dtype bmm.dtype_out bmm.out dot dot.out matmul matmul.out
         matmul_backward mm mm.dtype mm.dtype_out mm.out mv mv.out
     """,
-    "convolutions and pooling": """
+    "convolutions, pooling and images": """
         _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _convolution avg_pool2d avg_pool2d_backward
         convolution convolution_backward max_pool2d_with_indices max_pool2d_with_indices_backward
+        upsample_bilinear2d upsample_bilinear2d.out upsample_bilinear2d_backward
+        upsample_bilinear2d_backward.grad_input upsample_nearest1d upsample_nearest1d.out
+        upsample_nearest1d_backward upsample_nearest1d_backward.grad_input upsample_nearest2d
+        upsample_nearest2d.out upsample_nearest2d_backward upsample_nearest2d_backward.grad_input
     """,
     "reductions": """
         all all.all_out all.dim all.out amax amax.out amin amin.out any any.all_out any.dim any.out
-        argmax.out argmin argmin.out linalg_vector_norm linalg_vector_norm.out logsumexp logsumexp.out
-        max max.dim max.dim_max max.out mean mean.dim mean.out min min.dim min.dim_min min.out sum
-        sum.IntList_out sum.dim_IntList
+        argmax.out argmin argmin.out histc histc.out linalg_vector_norm linalg_vector_norm.out
+        logsumexp logsumexp.out max max.dim max.dim_max max.out mean mean.dim mean.out min min.dim
+        min.dim_min min.out sum sum.IntList_out sum.dim_IntList
     """,
     "softmax, norms, losses, attention": """
         _fused_sdp_choice _log_softmax _log_softmax.out _log_softmax_backward_data
         _log_softmax_backward_data.out _native_batch_norm_legit _softmax _softmax.out
         _softmax_backward_data _softmax_backward_data.out binary_cross_entropy_with_logits mse_loss
         mse_loss.out mse_loss_backward mse_loss_backward.grad_input native_batch_norm
-        native_batch_norm_backward native_layer_norm native_layer_norm_backward nll_loss_backward
-        nll_loss_backward.grad_input nll_loss_forward nll_loss_forward.output
+        native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm
+        native_layer_norm_backward nll_loss_backward nll_loss_backward.grad_input nll_loss_forward
+        nll_loss_forward.output
         scaled_dot_product_attention softmax.int
     """,
     "indexing and order": """
@@ -138,9 +143,19 @@ _NPU = {
         _npu_format_cast
     """,
     "activations, norms, attention, losses": """
+        fast_gelu npu_fast_gelu npu_fast_gelu_backward npu_geglu npu_geglu_grad npu_cross_entropy_loss
+        npu_cross_entropy_loss_backward npu_rotary_mul npu_rotary_mul_backward
         npu_gelu npu_gelu_backward npu_swiglu npu_swiglu_backward npu_rms_norm npu_rms_norm_backward
         npu_fusion_attention npu_fusion_attention_grad npu_fusion_attention_v3
         npu_fusion_attention_grad_v3 npu_binary_cross_entropy_with_logits_backward
+    """,
+    "matrix products": """
+        matmul_double_backward npu_grouped_matmul npu_grouped_matmul.List
+    """,
+    "mixtures of experts": """
+        _npu_moe_token_unpermute npu_moe_token_permute npu_moe_token_permute_grad
+        npu_moe_token_permute_grad_v2 npu_moe_token_unpermute npu_moe_token_unpermute_grad
+        npu_moe_token_unpermute_grad_v2
     """,
     "indexing and random": """
         npu_gather_backward _npu_dropout npu_dropout_backward

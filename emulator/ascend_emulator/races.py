@@ -26,10 +26,10 @@ class Access:
     """One side of a race: what used `nbytes` bytes from `begin` on.
 
     operation: a copy ("copy_h2d"), a kernel ("aclnnAdd"), a function of the runtime ("aclrtFreeHost"), a CPU
-        operator on pinned memory ("aten::sum"), a declared use, or "free": torch's allocator took the memory back.
+        operator on pinned memory ("aten::sum"), or a declared use.
     stream: its number in the runtime; None for the host.
     stack: where the program issued it, innermost call last. Empty on threads that run no Python, such as
-        backward's, and for most frees, as torch lets go of Python's lock before them.
+        backward's.
     """
 
     operation: str
@@ -52,16 +52,22 @@ class Access:
 class Race:
     """Two uses of the same bytes that nothing orders, one of which changes them.
 
+    freed: how torch's allocator took the memory back between the two, which are then uses of two tensors. Its
+        stream is the one that the memory belongs to. Few have a stack: torch lets go of Python's lock before.
     count: how often the two places in the program came together so.
     """
 
     first: Access
     second: Access
+    freed: Access | None
     count: int
 
     def __str__(self) -> str:
         times = "once" if self.count == 1 else f"{self.count} times"
-        return f"race ({times}): {self.first}\nis not ordered with what was issued after it:\n{self.second}"
+        text = f"race ({times}): {self.first}\nis not ordered with what was issued after it:\n{self.second}"
+        if self.freed is None:
+            return text
+        return f"{text}\nThe memory was given to another tensor in between:\n{self.freed}"
 
 
 def races() -> list[Race]:
@@ -69,7 +75,9 @@ def races() -> list[Race]:
     if not runtime().ascend_emulator_watches_races():
         raise EmulatorError("the race detector is off; start with races=True (--races)")
     return [
-        Race(_access(each["first"]), _access(each["second"]), each["count"])
+        Race(
+            _access(each["first"]), _access(each["second"]), each["freed"] and _access(each["freed"]), each["count"]
+        )
         for each in json.loads(text_from("ascend_emulator_races"))
     ]
 

@@ -23,6 +23,40 @@ ACLNN(aclnnGeluV2, (In self, int64_t tanh, Out out), at::gelu_out(out, self, tan
 ACLNN(aclnnGeluBackwardV2, (In grad, In self, Text approximate, Out out),
       at::gelu_backward_out(out, grad, self, approximate))
 
+// x * sigmoid(1.702 * x)
+static at::Tensor fast_gelu(In x) { return x * (x * 1.702).sigmoid(); }
+
+static at::Tensor fast_gelu_backward(In grad, In x) {
+  at::Tensor gate = (x * 1.702).sigmoid();
+  return grad * gate * (x * (1 - gate) * 1.702 + 1);
+}
+
+ACLNN(aclnnFastGelu, (In self, Out out), out.copy_(fast_gelu(wide(self))))
+ACLNN(aclnnFastGeluBackward, (In grad, In self, Out out), out.copy_(fast_gelu_backward(wide(grad), wide(self))))
+
+// One half of the input by the gelu of the other, the gate.
+static void geglu(In self, int64_t dim, int64_t tanh, bool gate_is_left, Out out, Out out_gelu) {
+  std::vector<at::Tensor> halves = wide(self).chunk(2, dim);
+  at::Tensor gelu = at::gelu(halves[gate_is_left ? 0 : 1], tanh ? "tanh" : "none");
+  out_gelu.copy_(gelu);
+  out.copy_(halves[gate_is_left ? 1 : 0] * gelu);
+}
+
+static void geglu_backward(In grad, In self, In gelu, int64_t dim, int64_t tanh, bool gate_is_left, Out out) {
+  std::vector<at::Tensor> halves = wide(self).chunk(2, dim);
+  std::vector<at::Tensor> grads(2);
+  const size_t gate = gate_is_left ? 0 : 1;
+  grads[gate] = at::gelu_backward(wide(grad) * halves[1 - gate], halves[gate], tanh ? "tanh" : "none");
+  grads[1 - gate] = wide(grad) * wide(gelu);
+  out.copy_(at::cat(grads, dim));
+}
+
+ACLNN(aclnnGeGluV3, (In self, int64_t dim, int64_t tanh, bool gate_is_left, Out out, Out gelu),
+      geglu(self, dim, tanh, gate_is_left, out, gelu))
+ACLNN(aclnnGeGluV3Backward,
+      (In grad, In self, In gelu, int64_t dim, int64_t tanh, bool gate_is_left, Out out),
+      geglu_backward(grad, self, gelu, dim, tanh, gate_is_left, out))
+
 static void swiglu_backward(In grad, In self, int64_t dim, Out out) {
   std::vector<at::Tensor> halves = self.chunk(2, dim);
   at::Tensor gate = at::silu_backward(grad * halves[1], halves[0]);

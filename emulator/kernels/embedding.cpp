@@ -1,7 +1,11 @@
 // Elements picked by index, and gradients added back to them.
 #include "kernel.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
+
+extern "C" void omp_set_num_threads(int);  // of the OpenMP that torch brings along
 
 using namespace emulator;
 
@@ -40,9 +44,25 @@ static c10::List<std::optional<at::Tensor>> indices_or_none(Ins indices) {
 ACLNN(aclnnIndex, (In self, Ins indices, Out out),
       if (out.numel() > 0) out.copy_(at::index(self, indices_or_none(indices))))
 
+// As long as it lives, this thread's operators use no other threads.
+class OneThread {
+ public:
+  OneThread() { omp_set_num_threads(1); }
+  ~OneThread() { omp_set_num_threads(before_); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  const int before_ = at::get_num_threads();  // the first call of a thread sets the number
+};
+
+// Several threads would add up in another order each time.
 static void index_put(Out self, Ins indices, In values, bool accumulate) {
   bool any = std::any_of(indices.begin(), indices.end(), [](In index) { return index.numel() > 0; });
-  if (any) self.index_put_(indices_or_none(indices), values, accumulate);
+  if (!any) return;
+  std::optional<OneThread> in_order;
+  if (accumulate) in_order.emplace();
+  self.index_put_(indices_or_none(indices), values, accumulate);
 }
 
 ACLNN(aclnnIndexPutImpl, (Out self, Ins indices, In values, bool accumulate, bool),

@@ -44,6 +44,34 @@ ACLNN(aclnnLayerNormBackward,
        Out grad_weight, Out grad_bias),
       layer_norm_backward(grad, input, shape, mean, rstd, weight, bias, grad_input, grad_weight, grad_bias))
 
+static void group_norm(In input, In weight, In bias, int64_t n, int64_t c, int64_t hxw, int64_t groups, double eps,
+                       Out out, Out mean, Out rstd) {
+  auto [normed, means, rstds] = at::native_group_norm(input, weight, bias, n, c, hxw, groups, eps);
+  out.copy_(normed);
+  mean.copy_(means);
+  rstd.copy_(rstds);
+}
+
+static void group_norm_backward(In grad, In input, In mean, In rstd, In weight, int64_t n, int64_t c, int64_t hxw,
+                                int64_t groups, Out grad_input, Out grad_weight, Out grad_bias) {
+  at::ScalarType dtype = weight.defined() ? weight.scalar_type() : input.scalar_type();
+  auto [for_input, for_weight, for_bias] = at::native_group_norm_backward(
+      grad, input, mean.to(dtype), rstd.to(dtype), weight, n, c, hxw, groups,
+      {grad_input.defined(), grad_weight.defined(), grad_bias.defined()});
+  copy_if_wanted(grad_input, for_input);
+  copy_if_wanted(grad_weight, for_weight);
+  copy_if_wanted(grad_bias, for_bias);
+}
+
+ACLNN(aclnnGroupNorm,
+      (In input, In weight, In bias, int64_t n, int64_t c, int64_t hxw, int64_t groups, double eps, Out out,
+       Out mean, Out rstd),
+      group_norm(input, weight, bias, n, c, hxw, groups, eps, out, mean, rstd))
+ACLNN(aclnnGroupNormBackward,
+      (In grad, In input, In mean, In rstd, In weight, int64_t n, int64_t c, int64_t hxw, int64_t groups, Booleans,
+       Out grad_input, Out grad_weight, Out grad_bias),
+      group_norm_backward(grad, input, mean, rstd, weight, n, c, hxw, groups, grad_input, grad_weight, grad_bias))
+
 // The input over its root mean square over the last dimensions, which are those of gamma.
 static std::vector<int64_t> dims_of(In gamma) {
   std::vector<int64_t> dims;

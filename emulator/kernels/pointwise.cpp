@@ -112,6 +112,7 @@ ACLNN(aclnnBitwiseOrScalar, (In self, Number other, Out out), at::bitwise_or_out
 ACLNN(aclnnInplaceBitwiseAndTensor, (Out self, In other), self.bitwise_and_(other))
 ACLNN(aclnnInplaceBitwiseAndScalar, (Out self, Number other), self.bitwise_and_(other))
 ACLNN(aclnnIsFinite, (In self, Out out), out.copy_(at::isfinite(self)))
+ACLNN(aclnnIsNegInf, (In self, Out out), at::isneginf_out(out, self))
 
 ACLNN(aclnnClamp, (In self, MaybeNumber low, MaybeNumber high, Out out), at::clamp_out(out, self, low, high))
 ACLNN(aclnnClampMin, (In self, Number low, Out out), at::clamp_min_out(out, self, low))

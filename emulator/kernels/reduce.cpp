@@ -37,6 +37,14 @@ ACLNN(aclnnAll, (In self, Integers dims, bool keepdim, Out out),
 ACLNN(aclnnAny, (In self, Integers dims, bool keepdim, Out out),
       out.copy_(at::any(self, all_if_none(dims, self), keepdim)))
 
+// The CPU counts no integers and no narrow floats.
+static at::Tensor countable(In self) {
+  return self.scalar_type() == at::kFloat ? self : self.to(at::kDouble);
+}
+
+ACLNN(aclnnHistc, (In self, int64_t bins, Number min, Number max, Out out),
+      out.copy_(at::histc(countable(self), bins, min, max)))
+
 ACLNN(aclnnLinalgVectorNorm, (In self, Number order, Integers dims, bool keepdim, aclDataType, Out out),
       at::linalg_vector_norm_out(out, self, order, all_if_none(dims, self), keepdim, out.scalar_type()))
 ACLNN(aclnnNorm, (In self, Number order, Integers dims, bool keepdim, Out out),

@@ -20,7 +20,11 @@ at::ScalarType scalar_type(aclDataType dtype) {
     case ACL_BOOL: return at::kBool;
     case ACL_COMPLEX64: return at::kComplexFloat;
     case ACL_COMPLEX128: return at::kComplexDouble;
-    default: throw std::invalid_argument("unknown aclDataType " + std::to_string(static_cast<int>(dtype)));
+    case ACL_FLOAT8_E5M2: return at::kFloat8_e5m2;
+    case ACL_FLOAT8_E4M3FN: return at::kFloat8_e4m3fn;
+    default:
+      throw std::invalid_argument("the emulated NPU does not know the dtype of a tensor or number, aclDataType " +
+                                  std::to_string(static_cast<int>(dtype)));
   }
 }
 

@@ -55,4 +55,9 @@ at::Scalar scalar(const aclScalar& source);
 at::Tensor tensor(const aclTensor* source);
 std::vector<at::Tensor> tensors(const aclTensorList* source);
 
+// Floats of less than 32 bits as floats of 32, in which CANN's fused operators compute them.
+inline at::Tensor wide(const at::Tensor& narrow) {
+  return narrow.element_size() < 4 ? narrow.to(at::kFloat) : narrow;
+}
+
 }  // namespace emulator

@@ -2,6 +2,7 @@
 
 #include "mark.h"
 #include "memory.h"
+#include "poison.h"
 #include "settings.h"
 #include "text.h"
 
@@ -56,20 +57,23 @@ void Detector::leave(size_t slot) {
   left_.push_back(slot);
 }
 
-void Detector::submitted(size_t slot, int stream, const Operation& operation, int site) {
+std::vector<Range> Detector::submitted(size_t slot, int stream, const Operation& operation, int site) {
   std::lock_guard lock(mutex_);
   Clock& clock = clocks_[slot];
   clock.join(clocks_[kHost]);
   if (operation.awaits) clock.join(operation.awaits->known());
   const Moment moment = clock.advance(slot);
+  std::vector<Range> reused;
   const auto note_all = [&](const std::vector<Range>& ranges, Touch touch) {
     for (const Range& range : ranges) {
-      note({operation.name, stream, touch, address(range.begin), range.nbytes, site, moment}, clock);
+      const auto first_used =
+          note({operation.name, stream, touch, address(range.begin), range.nbytes, site, moment}, clock);
+      reused.insert(reused.end(), first_used.begin(), first_used.end());
     }
   };
   note_all(operation.reads, Touch::read);
   note_all(operation.writes, Touch::write);
-  note_all(operation.frees, Touch::free);
+  return reused;
 }
 
 Clock Detector::known_to(size_t slot) {
@@ -86,7 +90,15 @@ void Detector::host_uses(const std::string& function, Range range, Touch touch, 
   std::lock_guard lock(mutex_);
   Clock& clock = clocks_[kHost];
   const Moment moment = clock.advance(kHost);
-  note({function, 0, touch, address(range.begin), range.nbytes, site, moment}, clock);
+  const auto reused = note({function, 0, touch, address(range.begin), range.nbytes, site, moment}, clock);
+  if (touch == Touch::free) return;
+  for (const Range& each : reused) poison(const_cast<void*>(each.begin), each.nbytes);
+}
+
+void Detector::taken_back(int stream, Range range, int site) {
+  std::lock_guard lock(mutex_);
+  shadow_.take_back(std::make_shared<const Access>(
+      Access{"free", stream, Touch::free, address(range.begin), range.nbytes, site, Moment{}}));
 }
 
 void Detector::given_back(const std::string& function, Range range, int site) {
@@ -111,18 +123,16 @@ void host_uses_pinned(const char* function, Range range, bool writes) {
   detector.host_uses(function, range, writes ? Touch::write : Touch::read, detector.site());
 }
 
-void Detector::note(const Access& access, const Clock& known) {
-  shadow_.note(std::make_shared<const Access>(access), known,
-               [&](const Access& earlier) { found(earlier, access); });
+std::vector<Range> Detector::note(const Access& access, const Clock& known) {
+  return shadow_.note(std::make_shared<const Access>(access), known,
+                      [&](const Access& earlier, const AccessPointer& freed) { found(earlier, access, freed); });
 }
 
-void Detector::found(const Access& first, const Access& second) {
-  // What torch's allocator gave up is given back to the system behind a synchronisation, not behind its own mark.
-  if (first.touch == Touch::free && second.touch == Touch::free) return;
+void Detector::found(const Access& first, const Access& second, const AccessPointer& freed) {
   const auto party = [](const Access& each) { return Party{each.operation, each.stream, each.touch, each.site}; };
   const auto [place, is_new] = known_races_.try_emplace({party(first), party(second)}, races_.size());
   if (is_new) {
-    races_.push_back({first, second, 1});
+    races_.push_back({first, second, freed, 1});
   } else {
     ++races_[place->second].count;
   }
@@ -134,6 +144,7 @@ std::string Detector::json() {
   for (const Race& race : races_) {
     if (text.size() > 1) text += ",\n";
     text += "{\"first\":" + json_of(race.first) + ",\"second\":" + json_of(race.second) +
+            ",\"freed\":" + (race.freed ? json_of(*race.freed) : "null") +
             ",\"count\":" + std::to_string(race.count) + "}";
   }
   return text + "]";

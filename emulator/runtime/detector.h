@@ -23,13 +23,16 @@ class Detector {
   // Streams. A slot that was left is given to the next stream, which goes on counting where the last one stopped.
   size_t enter();
   void leave(size_t slot);
-  void submitted(size_t slot, int stream, const Operation& operation, int site);
+  // Gives the memory of which this is the first use since torch's allocator took it back.
+  std::vector<Range> submitted(size_t slot, int stream, const Operation& operation, int site);
   Clock known_to(size_t slot);
 
   // The host.
   void host_waited(const Clock& known);
   void host_uses(const std::string& function, Range range, Touch touch, int site);
 
+  // Memory that torch's allocator takes back, to hand it out again for that stream.
+  void taken_back(int stream, Range range, int site);
   // Memory that is given back to the system: that must come after all its uses.
   void given_back(const std::string& function, Range range, int site);
 
@@ -46,13 +49,14 @@ class Detector {
   struct Race {
     Access first;
     Access second;
+    AccessPointer freed;  // between the two, or nullptr
     uint64_t count;
   };
   using Party = std::tuple<std::string, int, Touch, int>;
 
   Detector();
-  void note(const Access& access, const Clock& known);
-  void found(const Access& first, const Access& second);
+  std::vector<Range> note(const Access& access, const Clock& known);
+  void found(const Access& first, const Access& second, const AccessPointer& freed);
 
   std::mutex mutex_;
   std::vector<Clock> clocks_;  // by slot; the first is the host's

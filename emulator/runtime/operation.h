@@ -32,13 +32,12 @@ struct Operation {
   std::function<void()> body;
   std::shared_ptr<Mark> awaits = nullptr;   // another stream's mark that must be reached before the body runs
   std::shared_ptr<Mark> reaches = nullptr;  // the mark that stands behind it
-  std::vector<Range> frees = {};            // memory that torch's allocator may hand out again behind it
 };
 
 // Puts an operation at the end of a stream and returns at once. nullptr is the current device's default stream.
 __attribute__((visibility("default"))) aclError submit(aclrtStream stream, Operation operation);
 
-// torch's allocator takes a block back: what the stream does from now on may use it.
+// torch's allocator takes a block back, and may hand it out again for the stream that it belongs to.
 __attribute__((visibility("default"))) void freed_by_torch(aclrtStream stream, Range block);
 
 // The host reads or writes memory without a call to the runtime. Nothing is noted of memory that is not pinned.

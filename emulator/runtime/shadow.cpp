@@ -4,14 +4,29 @@
 
 namespace emulator {
 
-void Shadow::note(const AccessPointer& access, const Clock& known, const Conflict& conflict) {
-  if (access->nbytes == 0) return;
+std::vector<Range> Shadow::note(const AccessPointer& access, const Clock& known, const Conflict& conflict) {
+  if (access->nbytes == 0) return {};
+  const uintptr_t end = access->begin + access->nbytes;
   split(access->begin);
-  split(access->begin + access->nbytes);
+  split(end);
+  std::vector<Range> reused;
+  for (auto cell = cells_.lower_bound(access->begin); cell != cells_.end() && cell->first < end; ++cell) {
+    if (cell->second.freed) reused.push_back({reinterpret_cast<void*>(cell->first), cell->second.end - cell->first});
+  }
   if (access->touch == Touch::read) {
     read(access, known, conflict);
   } else {
     write(access, known, conflict);
+  }
+  return reused;
+}
+
+void Shadow::take_back(const AccessPointer& freed) {
+  const uintptr_t end = freed->begin + freed->nbytes;
+  split(freed->begin);
+  split(end);
+  for (auto cell = cells_.lower_bound(freed->begin); cell != cells_.end() && cell->first < end; ++cell) {
+    cell->second.freed = freed;
   }
 }
 
@@ -38,13 +53,14 @@ void Shadow::read(const AccessPointer& access, const Clock& known, const Conflic
   for (auto cell = cells_.lower_bound(at); at < end; ++cell) {
     if (cell == cells_.end() || cell->first > at) {
       const uintptr_t gap_end = cell == cells_.end() ? end : std::min(end, cell->first);
-      cell = cells_.emplace_hint(cell, at, Cell{gap_end, nullptr, {access}});
+      cell = cells_.emplace_hint(cell, at, Cell{gap_end, nullptr, {access}, nullptr});
     } else {
-      auto [write, reads] = std::tie(cell->second.write, cell->second.reads);
-      if (write && !known.knows(write->moment)) conflict(*write);
+      auto [write, reads, freed] = std::tie(cell->second.write, cell->second.reads, cell->second.freed);
+      if (write && !known.knows(write->moment)) conflict(*write, freed);
       // Who is ordered after this read is ordered after those that this one knows of.
       std::erase_if(reads, [&known](const AccessPointer& earlier) { return known.knows(earlier->moment); });
       reads.push_back(access);
+      freed = nullptr;
     }
     at = cell->second.end;
   }
@@ -55,14 +71,14 @@ void Shadow::write(const AccessPointer& access, const Clock& known, const Confli
   const auto first = cells_.lower_bound(access->begin);
   const auto last = cells_.lower_bound(end);
   for (auto cell = first; cell != last; ++cell) {
-    const auto [write, reads] = std::tie(cell->second.write, cell->second.reads);
-    if (write && !known.knows(write->moment)) conflict(*write);
+    const auto& [_, write, reads, freed] = cell->second;
+    if (write && !known.knows(write->moment)) conflict(*write, freed);
     for (const AccessPointer& earlier : reads) {
-      if (!known.knows(earlier->moment)) conflict(*earlier);
+      if (!known.knows(earlier->moment)) conflict(*earlier, freed);
     }
   }
   cells_.erase(first, last);
-  cells_.emplace_hint(last, access->begin, Cell{end, access, {}});
+  cells_.emplace_hint(last, access->begin, Cell{end, access, {}, nullptr});
 }
 
 }  // namespace emulator

@@ -1,7 +1,9 @@
-// Who touched which bytes last: for each stretch of memory the newest write, and the reads since.
+// Who touched which bytes last: for each stretch of memory the newest write, the reads since, and whether torch's
+// allocator has taken it back since all of these.
 #pragma once
 
 #include "clock.h"
+#include "operation.h"
 
 #include <functional>
 #include <map>
@@ -28,11 +30,15 @@ using AccessPointer = std::shared_ptr<const Access>;
 
 class Shadow {
  public:
-  using Conflict = std::function<void(const Access& earlier)>;
+  // freed: how the memory was taken back between the two accesses, or nullptr.
+  using Conflict = std::function<void(const Access& earlier, const AccessPointer& freed)>;
 
   // Notes an access by somebody who knows `known`, and tells of each earlier one that it does not know of, if one
-  // of the two changes the bytes.
-  void note(const AccessPointer& access, const Clock& known, const Conflict& conflict);
+  // of the two changes the bytes. Gives the stretches of which this is the first use since they were taken back.
+  std::vector<Range> note(const AccessPointer& access, const Clock& known, const Conflict& conflict);
+
+  // torch's allocator takes memory back. That is no use of it: the next one is compared with those before.
+  void take_back(const AccessPointer& freed);
 
   // The memory is given back: whatever comes at these addresses has nothing to do with what was.
   void forget(uintptr_t begin, size_t nbytes);
@@ -40,8 +46,9 @@ class Shadow {
  private:
   struct Cell {
     uintptr_t end;
-    AccessPointer write;  // or free; nullptr if there was none
+    AccessPointer write;  // nullptr if there was none
     std::vector<AccessPointer> reads;
+    AccessPointer freed;  // nullptr if the memory was used since
   };
   using Cells = std::map<uintptr_t, Cell>;
 

@@ -26,6 +26,15 @@ bool touches_freed_memory(const Operation& operation) {
          std::any_of(operation.writes.begin(), operation.writes.end(), freed);
 }
 
+// What torch's allocator took back is poisoned by whoever uses it next, and not before: what used it until then may
+// still be on its way, as long as that next use waits for it.
+std::function<void()> with_poison_before(const std::vector<Range>& reused, std::function<void()> body) {
+  return [reused, body = std::move(body)] {
+    for (const Range& range : reused) poison(const_cast<void*>(range.begin), range.nbytes);
+    body();
+  };
+}
+
 // PyTorch adds a C++ backtrace below the message of its exceptions.
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
@@ -53,7 +62,10 @@ void Stream::push(Operation operation, int site) {
     std::lock_guard lock(mutex_);
     ++pushed_;
     // Under this lock, so that the detector sees operations in the order in which they will run.
-    if (Detector::on()) Detector::get().submitted(slot_, id_, operation, site);
+    if (Detector::on()) {
+      const auto reused = Detector::get().submitted(slot_, id_, operation, site);
+      if (!reused.empty()) operation.body = with_poison_before(reused, std::move(operation.body));
+    }
     if (operation.reaches) {
       Clock known = Detector::on() ? Detector::get().known_to(slot_) : Clock{};
       operation.reaches->place(weak_from_this(), pushed_, std::move(known));
@@ -224,13 +236,10 @@ aclError submit(aclrtStream handle, Operation operation) {
 }
 
 void freed_by_torch(aclrtStream handle, Range block) {
-  const auto stream = Streams::all().find(handle);
-  if (!stream) return;
-  Operation operation{.name = "free", .reads = {}, .writes = {}, .body = {}, .frees = {block}};
-  operation.body = [block] { poison(const_cast<void*>(block.begin), block.nbytes); };
   // The allocator's lock is held here, so this must not wait for Python's.
-  stream->push(std::move(operation), Detector::get().site_if_known());
-  Schedule::get().submitted();
+  if (const auto stream = Streams::all().find(handle)) {
+    Detector::get().taken_back(stream->id(), block, Detector::get().site_if_known());
+  }
 }
 
 }  // namespace emulator

@@ -1,15 +1,14 @@
 """These tests are about the emulator itself; with a real device under test they are left out."""
 
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
-from ascend_emulator.hardware import real_cann
 
+from tests.conftest import EMULATED
 from tests.emulator.acl import Acl
 
-if os.environ.get("TIERED_MEM_TEST_DEVICE", "npu") != "npu" or real_cann() is not None:
+if not EMULATED:
     collect_ignore_glob = ["test_*.py"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from ascend_emulator.children import CHILD
 
 EMULATOR = ("-m", "ascend_emulator")
 
@@ -23,8 +23,7 @@ def run(
     """
     if os.environ.get("ASCEND_EMULATOR_RACES") == "1":
         pytest.skip("starts a process with options of its own, which the run without the detector does already")
-    # Without the folder that makes a child process one of this process's device.
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder not in ("", str(CHILD))]
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder not in ("", child())]
     if pythonpath is not None:
         folders.insert(0, str(pythonpath))
     if folders:
@@ -38,6 +37,15 @@ def run(
         timeout=60,
         check=False,
     )
+
+
+def child() -> str:
+    """The folder that makes a child process one of this process's device; "" without the emulator."""
+    if importlib.util.find_spec("ascend_emulator") is None:
+        return ""
+    from ascend_emulator.children import CHILD
+
+    return str(CHILD)
 
 
 def plain_environment(**more: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Small programs that race, and the same programs done right: memory and buffers.
+"""Small programs that race, and the same programs done right: host buffers, and memory of the runtime.
 
 Each takes `right`; the line that makes the difference is the one that asks for it.
 """
@@ -13,71 +13,7 @@ import torch
 from ascend_emulator import host_access
 
 from tests.emulator.acl import D2H, H2D, Acl
-from tests.emulator.racing_streams import NBYTES, N, current, ones, pinned, side_stream
-
-
-def freed_while_it_is_offloaded(right: bool) -> None:
-    produced, host = ones() * 2, pinned()
-    side = side_stream()
-    with torch.npu.stream(side):
-        host.copy_(produced, non_blocking=True)
-    if right:
-        current().wait_stream(side)
-    del produced
-
-
-def missing_record_stream(right: bool) -> None:
-    produced = ones() * 2
-    side = side_stream()
-    with torch.npu.stream(side):
-        total = produced.sum()
-    if right:
-        produced.record_stream(side)
-    del produced
-    ones()
-    current().wait_stream(side)
-    del total
-
-
-def temporary_of_a_side_stream_used_here(right: bool) -> None:
-    side = side_stream()
-    with torch.npu.stream(side):
-        temporary = ones() * 2
-    current().wait_stream(side)
-    result = temporary + 1
-    if right:
-        temporary.record_stream(current())
-    del temporary
-    side.synchronize()
-    del result
-
-
-def reload_into_memory_that_is_still_read(right: bool) -> None:
-    """What the allocator hands out on the compute stream may still be in use there."""
-    host, source = pinned(), ones()
-    side = side_stream()
-    doubled = source * 2
-    del source
-    target = torch.empty(N, device="npu")
-    if right:
-        side.wait_stream(current())
-    with torch.npu.stream(side):
-        target.copy_(host, non_blocking=True)
-    current().wait_stream(side)
-    del doubled
-
-
-def reload_unread_and_dropped(right: bool) -> None:
-    host = pinned()
-    side = torch.npu.Stream()
-    target = torch.empty(N, device="npu")
-    side.wait_stream(current())
-    with torch.npu.stream(side):
-        target.copy_(host, non_blocking=True)
-    if right:
-        current().wait_stream(side)
-    del target
-    current().wait_stream(side)
+from tests.emulator.racing_streams import NBYTES, current, ones, pinned, side_stream
 
 
 def host_buffer_given_to_a_second_offload(right: bool) -> None:
@@ -206,11 +142,6 @@ def blocking_copy_beside_a_stream(right: bool) -> None:
 MEMORY_PROGRAMS: dict[str, Callable[[bool], None]] = {
     program.__name__: program
     for program in (
-        freed_while_it_is_offloaded,
-        missing_record_stream,
-        temporary_of_a_side_stream_used_here,
-        reload_into_memory_that_is_still_read,
-        reload_unread_and_dropped,
         host_buffer_given_to_a_second_offload,
         host_buffer_refilled_while_it_is_reloaded,
         host_buffer_read_before_synchronising,

@@ -74,7 +74,15 @@ def test_fallback_has_gradients() -> None:
 
 def test_an_operator_without_any_kernel_says_its_name() -> None:
     x = torch.ones(2, 4, device="npu")
-    with pytest.raises(NotImplementedError, match="npu::npu_fast_gelu"):
-        torch.ops.npu.npu_fast_gelu(x)
+    with pytest.raises(NotImplementedError, match="the emulated NPU has no kernel for npu::npu_mish"):
+        torch.ops.npu.npu_mish(x)
     with pytest.raises(NotImplementedError, match="aten::_masked_scale"):
         torch._masked_scale(x, x.bool(), 0.5)
+
+
+def test_an_error_of_the_cpu_says_which_operator_the_emulator_ran_there() -> None:
+    x, there = torch.zeros(2, 2, device="npu"), "which the emulated NPU runs on the CPU: "
+    with pytest.raises(RuntimeError, match=r"^aten\.\S+ of complex64, int64, " + there + r".*not implemented"):
+        x.to(torch.complex64).cummax(0)
+    with pytest.raises(IndexError, match=r"^aten\.\S+ of float32, int64, " + there + ".*out of range"):
+        x.take(torch.tensor([9], device="npu"))

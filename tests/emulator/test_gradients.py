@@ -75,6 +75,17 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] =
     "log_softmax": (lambda a: a.log_softmax(1), [(2, 3, 6)]),
     "layer_norm": (lambda a, w, b: F.layer_norm(a, (5,), w, b), [(2, 4, 5), (5,), (5,)]),
     "layer_norm_plain": (lambda a: F.layer_norm(a, (5,)), [(2, 4, 5)]),
+    "group_norm": (lambda a, w, b: F.group_norm(a, 2, w, b), [(2, 4, 3, 3), (4,), (4,)]),
+    "group_norm_plain": (lambda a: F.group_norm(a, 2), [(3, 4, 5)]),
+    "upsample_1d": (lambda a: F.interpolate(a, scale_factor=2.0), [(2, 3, 5)]),
+    "upsample_1d_to_size": (lambda a: F.interpolate(a, size=7), [(2, 3, 5)]),
+    "upsample_2d": (lambda a: F.interpolate(a, scale_factor=2.0), [IMAGES]),
+    "upsample_2d_to_size": (lambda a: F.interpolate(a, size=(9, 4)), [IMAGES]),
+    "upsample_bilinear": (lambda a: F.interpolate(a, scale_factor=1.5, mode="bilinear"), [IMAGES]),
+    "upsample_bilinear_to_size": (
+        lambda a: F.interpolate(a, size=(9, 4), mode="bilinear", align_corners=True),
+        [IMAGES],
+    ),
     "rms_norm": (lambda a, w: F.rms_norm(a, (5,), w, 1e-5), [(2, 4, 5), (5,)]),
     "nll_loss": (lambda a: F.nll_loss(a, constant(CLASSES, a)), [(4, 5)]),
     "cross_entropy": (lambda a: F.cross_entropy(a, constant(CLASSES, a)), [(4, 5)]),
@@ -146,6 +157,7 @@ ROUNDED = {"matmul_broadcast": (1e-6, 0, 0)} | {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")  # of images, told once
 @pytest.mark.usefixtures("native_only")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -181,3 +193,44 @@ def test_fused_attention_takes_every_layout(layout: str) -> None:
         on("npu", inputs),
     )
     assert_equal(results, expected, 2e-6)
+
+
+PRODUCTS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((4, 5), (5, 3)),
+    ((5,), (5,)),
+    ((4, 5), (5,)),
+    ((5,), (5, 3)),
+    ((2, 4, 5), (5, 3)),
+    ((2, 4, 5), (2, 5, 3)),
+    ((4, 5), (2, 5, 3)),
+    ((2, 1, 4, 5), (3, 5, 2)),
+]
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")  # torch_npu's, of gradcheck's zeros
+@pytest.mark.parametrize("shapes", PRODUCTS, ids=str)
+def test_a_matrix_product_has_gradients_of_its_gradients(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    factors = [each.to("npu", torch.float64).requires_grad_() for each in random_inputs(shapes, torch.float64)]
+    assert torch.autograd.gradgradcheck(torch.matmul, factors)
+
+
+def test_a_gradient_penalty_is_that_of_the_cpu() -> None:
+    def penalty(x: Tensor, w: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(((x @ w) ** 3).sum(), x, create_graph=True)
+        return grad.norm()
+
+    inputs = random_inputs([(4, 5), (5, 3)], torch.float32)
+    assert_equal(with_gradients(penalty, on("npu", inputs)), with_gradients(penalty, on("cpu", inputs)), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
+def test_norms_in_float64_have_gradients_of_that_dtype() -> None:
+    x, weight, bias = (
+        each.to("npu").requires_grad_() for each in random_inputs([(4, 6), (6,), (6,)], torch.float64)
+    )
+    assert torch.autograd.gradcheck(lambda x, w, b: F.layer_norm(x, (6,), w, b), (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda x, w, b: F.group_norm(x, 2, w, b), (x, weight, bias))
+    F.layer_norm(x, (6,), weight, None).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float64

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.emulator.compare import DTYPES, assert_equal, on, random_inputs
 
+THREADS = torch.get_num_threads()
+
 
 def rows(like: Tensor) -> Tensor:
     return torch.tensor([1, 3], device=like.device)
@@ -60,6 +62,7 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
     "index_put_nothing_": lambda a, b: a.__setitem__(rows(a)[:0], 7),
     "index_put_integers_": lambda a, b: a.long().index_put_((rows(a),), b[:2].long(), accumulate=True),
     "bitwise_not_": lambda a, b: (a > 0).bitwise_not_(),
+    "float8_": lambda a, b: a.to(torch.float8_e5m2).zero_(),
 }
 NOT_DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "compare_tensors": lambda a, b: [a == b, a != b, a < b, a <= b, a > b, a >= b],
@@ -68,6 +71,7 @@ NOT_DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "logical": lambda a, b: [(a > 0) & (b > 0), (a > 0) | (b > 0), ~(a > 0), (a > 0).logical_xor(b > 0)],
     "bitwise": lambda a, b: [(a > 0).bitwise_and_(True), a.to(torch.int32) | 5, a.to(torch.int32).bitwise_not()],
     "isfinite": lambda a, b: (a / b.clamp_min(0)).isfinite(),
+    "isneginf": lambda a, b: [(a / b.clamp_min(0)).isneginf(), (-a.abs() / 0).isneginf(), a.long().isneginf()],
     "any_all": lambda a, b: [(a > 0).any(), (a > 0).all(1), (a > -9).all(), (a > 1).any(0, keepdim=True)],
     "argmax": lambda a, b: [a.argmax(), a.argmin(1), a.argmax(0, keepdim=True)],
     "extremes": lambda a, b: [a.max(), a.min(), a.amin(0), a.min(1, keepdim=True)],
@@ -128,6 +132,10 @@ NOT_DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "pow_tensor": lambda a, b: a.abs() ** b,
     "casts": lambda a, b: [
         a.to(t) for t in (torch.float16, torch.float32, torch.bfloat16, torch.int32, torch.bool)
+    ],
+    "casts_to_float8": lambda a, b: [
+        [a.to(t).float(), a.t().to(t).to(torch.bfloat16), a.to(t).t().contiguous().float()]
+        for t in (torch.float8_e4m3fn, torch.float8_e5m2)
     ],
     "item": lambda a, b: [a[0, 0].item(), (a > 0).sum().item(), a[1].tolist()],
 }
@@ -233,9 +241,43 @@ def test_kernels_take_and_give_strided_views() -> None:
     assert_equal(ours, base)
 
 
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, *DTYPES], ids=str)
+def test_histograms_are_counted(dtype: torch.dtype) -> None:
+    values = torch.tensor([0, 1, 1, 7, 3, 9, 2, 1], dtype=dtype)
+    ours = values.to("npu")
+    for bins, low, high in ((8, 0, 7), (10, 0, 9), (3, 0, 0), (4, 2, 8)):
+        histogram = torch.histc(ours, bins=bins, min=low, max=high)
+        assert histogram.dtype == dtype
+        assert_equal(histogram, torch.histc(values.double(), bins=bins, min=low, max=high).to(dtype))
+    counts = torch.empty(8, dtype=dtype, device="npu")
+    assert torch.histc(ours, 8, 0, 7, out=counts) is counts
+    assert counts.tolist() == [1, 3, 1, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_added_up_by_index_is_added_in_one_order(dtype: torch.dtype) -> None:
+    """Large enough for the CPU to use several threads, which add up in another order each time."""
+    (values,) = random_inputs([(4096, 512)], dtype)
+    rows = (torch.arange(4096) % 7).to("npu")
+    ours = values.to("npu")
+
+    def added() -> Tensor:
+        return torch.zeros(7, 512, dtype=dtype, device="npu").index_put_((rows,), ours, accumulate=True).cpu()
+
+    first = added()
+    assert all(torch.equal(added(), first) for _ in range(5))
+    one_by_one = torch.zeros(7, 512, dtype=dtype)
+    for row, value in zip(rows.tolist(), values, strict=True):
+        one_by_one[row] += value
+    assert_equal(first, one_by_one)
+    assert torch.get_num_threads() == THREADS
+
+
 def test_an_unknown_dtype_says_its_number() -> None:
-    x = torch.zeros(2, 3).to(torch.float8_e4m3fn).to("npu")
-    with pytest.raises(RuntimeError, match="aclnnInplaceCopy: unknown aclDataType 36"):
+    x = torch.zeros(2, 3).to(torch.float8_e8m0fnu).to("npu")
+    with pytest.raises(RuntimeError, match=r"aclnnInplaceCopy: the emulated NPU does not know the dtype .* 37"):
         x.t().contiguous()
 
 

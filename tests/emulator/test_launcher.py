@@ -107,6 +107,37 @@ def test_a_module_sees_what_plain_python_gives_it(tmp_path: Path) -> None:
     assert check_same(tmp_path, "-m", "alone") == ""
 
 
+CODE = """
+import sys, pickle
+class Thing: pass
+print(type(pickle.loads(pickle.dumps(Thing()))) is Thing, Thing.__module__)
+print(sys.argv, sys.path, __name__, __package__, __doc__, __spec__, __loader__, "__file__" in globals())
+print(sys.modules["__main__"].__dict__ is globals(), type(__builtins__))
+import neighbour
+"""
+
+
+def test_code_sees_what_plain_python_gives_it(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("print('found in the current folder')")
+    arguments = ("-c", CODE, "a", "-m", "--hbm")
+    printed = check_same(tmp_path, *arguments, options=("--hbm", "1GiB", "--races", "--schedule=late"))
+    assert printed.startswith("True __main__\n['-c', 'a', '-m', '--hbm']")
+    assert printed.endswith("found in the current folder\n")
+
+
+@pytest.mark.parametrize("code", ["def f():\n    1 / 0\nf()", "x = = 2", "raise SystemExit(3)"])
+def test_code_that_fails_fails_as_with_plain_python(tmp_path: Path, code: str) -> None:
+    plain, emulated = run("-c", code, cwd=tmp_path), run(*EMULATOR, "-c", code, cwd=tmp_path)
+    assert emulated.returncode == plain.returncode != 0
+    # Above the code's own frames the launcher's are shown.
+    assert emulated.stderr.endswith(plain.stderr.removeprefix("Traceback (most recent call last):\n"))
+
+
+def test_code_runs_on_the_device_that_its_options_ask_for(tmp_path: Path) -> None:
+    code = "import torch; print(torch.npu.device_count(), torch.ones(2, device='npu:1').sum().item())"
+    assert run(*EMULATOR, "--devices", "2", "-c", code, cwd=tmp_path).stdout == "2 2.0\n"
+
+
 def test_pytest_runs_as_a_module(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import ctypes\n\n\ndef test_it():\n    assert ctypes.CDLL('libascendcl.so').aclInit(None) == 0\n"
@@ -137,6 +168,7 @@ MISTAKES = {
     "a negative rate": (("--d2h=-4GB/s", "script.py"), "'-4GB/s' is not a size; write it like 4096, "),
     "an unknown stack": (("--stack", "older", "script.py"), "unknown stack 'older'; known are 'current' and 'old'"),
     "no script": ((), "error: SCRIPT is missing"),
+    "no code": (("-c",), "error: SCRIPT is missing"),
     "an unknown option": (("--hmb", "1GiB", "script.py"), "error: unrecognized arguments: --hmb"),
     "a value that is missing": (("--hbm",), "error: argument --hbm: expected one argument"),
 }

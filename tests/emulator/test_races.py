@@ -11,15 +11,17 @@ from ascend_emulator import clear_races, host_access, races
 from tests.conftest import RACES
 from tests.emulator.launch import EMULATOR, run, write_script
 from tests.emulator.racing_memory import MEMORY_PROGRAMS
-from tests.emulator.racing_streams import NBYTES, STREAM_PROGRAMS, N, ones, side_stream
+from tests.emulator.racing_reuse import REUSE_PROGRAMS, handed_out_again
+from tests.emulator.racing_streams import NBYTES, STREAM_PROGRAMS, N, current, ones, side_stream
 
-PROGRAMS = STREAM_PROGRAMS | MEMORY_PROGRAMS
+PROGRAMS = STREAM_PROGRAMS | MEMORY_PROGRAMS | REUSE_PROGRAMS
 
 watched = pytest.mark.skipif(not RACES, reason="needs the race detector (ASCEND_EMULATOR_RACES=1)")
 
 
 def run_program(name: str, right: bool) -> None:
     torch.npu.synchronize()
+    torch.npu.empty_cache()  # so that the program is given again what it has dropped, and not what another one has
     clear_races()
     PROGRAMS[name](right)
     torch.npu.synchronize()
@@ -129,6 +131,46 @@ def test_what_has_been_freed_and_torn_down_is_forgotten() -> None:
         del tensor
         torch.npu.empty_cache()
     assert races() == []
+
+
+@watched
+def test_a_race_for_reused_memory_says_that_it_was_freed_between() -> None:
+    run_program("freed_while_it_is_offloaded", right=False)
+    [race] = races()
+    clear_races()
+    assert (race.first.operation, race.first.touch) == ("copy_d2h", "read")
+    assert (race.second.operation, race.second.touch) == ("aclnnInplaceZero", "write")
+    assert race.freed is not None
+    assert (race.freed.operation, race.freed.begin, race.freed.nbytes) == ("free", race.first.begin, NBYTES)
+    assert "The memory was given to another tensor in between:\nfree on stream" in str(race)
+    run_program("reload_used_before_it_arrived", right=False)
+    [race] = races()
+    clear_races()
+    assert race.freed is None
+    assert "in between" not in str(race)
+
+
+@watched
+def test_poison_waits_for_the_last_use_of_the_memory() -> None:
+    """Which is ordered before the next one, and not before the memory was taken back."""
+    torch.npu.empty_cache()
+    side = side_stream()
+    with torch.npu.stream(side):
+        first = torch.full((N,), 3.0, device="npu")
+    address = first.data_ptr()
+    current().wait_stream(side)
+    for _ in range(8):
+        first.mul_(2)
+    total = first.sum()
+    del first
+    with torch.npu.stream(side):
+        second = handed_out_again(address)
+        assert second.data_ptr() == address
+        side.synchronize()  # in every schedule, what the side stream was given has run by now
+    assert total.item() == 3.0 * 2**8 * N
+    side.wait_stream(current())
+    with torch.npu.stream(side):
+        assert second.isnan().all()
 
 
 @watched
