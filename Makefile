@@ -1,11 +1,12 @@
 # make demo and make test are what there is to run; each sets up .venv first if that is needed.
 BY_TWO := --numprocesses=2 --dist=loadfile
-# What runs without a device is the same in each schedule.
+# What runs without a device is the same in each schedule; and the libraries' models take long to import.
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
-                  test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py)
+                  test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
+                  emulator/test_library_models.py)
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: the first
 # run with the detector has it.
-ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py training_set.py link.py) \
+ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py link.py) \
         $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
           distributed_checkpoints.py failures.py trials.py)
@@ -16,6 +17,7 @@ DETECTED := --ignore=tests/emulator/test_training_set.py \
               checkpoint_failures.py state_reads.py distributed_checkpoints.py residence.py \
               disk_residence.py disk_residence_faults.py disk_residence_random.py)
 PYTHON ?= python3
+DEVICE ?= cuda
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -50,6 +52,10 @@ bench: setup
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_speed
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.spill
 
+# On a machine with a device, in the Python that is there: nothing is set up and nothing is fetched.
+silicon:
+	$(PYTHON) -m benchmarks.silicon --device $(DEVICE) $(if $(SMALL),--small)
+
 compiler:
 	@command -v $(CXX) >/dev/null || \
 	  { echo 'setup: no C++ compiler; install one that knows C++20 (Debian: apt install g++)'; exit 1; }
@@ -70,4 +76,4 @@ clean:
 	$(MAKE) -C emulator clean
 	rm -rf $(VENV)
 
-.PHONY: setup compiler demo test mutants lint bench clean
+.PHONY: setup compiler demo test mutants lint bench silicon clean

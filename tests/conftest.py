@@ -1,4 +1,8 @@
-"""The tests run on the emulated NPU, on a real one where there is one, or on what TIERED_MEM_TEST_DEVICE names."""
+"""The tests run on the emulated NPU, on a real one where there is one, or on what TIERED_MEM_TEST_DEVICE names.
+
+With "cuda" or "cpu" there, they need neither the emulator nor torch_npu, and not all packages that `make setup`
+installs: what a missing one is needed for is skipped.
+"""
 
 import gc
 import os
@@ -6,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-import ascend_emulator
 import pytest
-from ascend_emulator.hardware import real_cann
 
 KIND = os.environ.get("TIERED_MEM_TEST_DEVICE", "npu")
-EMULATED = KIND == "npu" and real_cann() is None
+EMULATED = False
+if KIND == "npu":
+    import ascend_emulator
+    from ascend_emulator.hardware import real_cann
+
+    EMULATED = real_cann() is None
 # Whoever runs the tests may choose another schedule of the emulator, and its race detector.
 SCHEDULE = os.environ.get("ASCEND_EMULATOR_SCHEDULE", "eager") if EMULATED else "hardware"
 RACES = EMULATED and os.environ.get("ASCEND_EMULATOR_RACES") == "1"
@@ -30,6 +37,9 @@ from tests.service import Service  # noqa: E402
 from tests.spilling import Spilling, Training  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
 from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
+
+# What tests may need that a machine with a GPU need not have.
+SPARE = ("ascend_emulator", "hypothesis", "rich", "safetensors", "torch_npu", "xxhash")
 
 
 class MakeManager(Protocol):
@@ -92,6 +102,27 @@ def scene(device: str) -> Iterator[Scene]:
     scene.finish()
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds for each test, which nobody watches: pytest-timeout is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): as above")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """On another device than the NPU, a file whose imports are missing is skipped."""
+    report = yield
+    error = report.call.excinfo.value.__cause__ if report.failed and report.call.excinfo else None
+    if KIND != "npu" and isinstance(error, ModuleNotFoundError) and error.name in SPARE:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 1, f"Skipped: {error.name} is not installed here")
+    return report
+
+
 def pytest_collection_finish() -> None:
     # What torch and the test files have made stays. Out of the collector's sight it costs no test half a second.
     gc.collect()
@@ -114,6 +145,8 @@ def device() -> str:
 @pytest.fixture
 def device_module() -> object:
     """torch.npu or torch.cuda."""
+    if KIND == "cpu":
+        pytest.skip("the cpu counts no device memory")
     return getattr(torch, KIND)
 
 

@@ -6,7 +6,9 @@ Tests must fail for each. A mutant is a copy of the repository with one change:
 - an event is one that was never recorded, so that whoever waits for it does not wait;
 - an event has passed when somebody asks, whether it has or not;
 - a host slot is given back as if no copy used it any more;
-- a copy does not know of the copy that it has to come after.
+- a copy does not know of the copy that it has to come after;
+- a function of the bookkeeping is not marked `@uninterrupted`, so that an interrupt comes between any two lines of
+  it, and of what it calls.
 
 The tests run on the emulated NPU with its race detector.
 """
@@ -64,10 +66,12 @@ SUBJECTS = (
     Subject(code("module_phases"), found_by(*PHASES)),
     Subject(code(*OPTIMIZER, folder="optimizer/"), OPTIMIZER_TESTS, ("wait", "_wait_for_write")),
 )
+INTERRUPTS = ("tests/test_interrupts.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for")
-TESTS_FAILED = 1  # pytest's exit codes
+# pytest's exit codes. An interrupt that comes out of a test may end pytest itself.
 PASSED = 0
+FAILED = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,17 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    return [mutant for subject in SUBJECTS for file in subject.files for mutant in _mutants_of(file, subject)]
+    waits = (mutant for subject in SUBJECTS for file in subject.files for mutant in _mutants_of(file, subject))
+    product = sorted(path.relative_to(ROOT) for path in (ROOT / "tiered_mem").rglob("*.py"))
+    return [*waits, *(mutant for file in product for mutant in _unmarked(str(file)))]
+
+
+def _unmarked(file: str) -> Iterator[Mutant]:
+    tree = ast.parse((ROOT / file).read_text())
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for mark in function.decorator_list:
+            if isinstance(mark, ast.Name) and mark.id == "uninterrupted":
+                yield Mutant(INTERRUPTS, file, mark, f"(lambda function: function)  # {function.name}")
 
 
 def _mutants_of(file: str, subject: Subject) -> Iterator[Mutant]:
@@ -155,11 +169,11 @@ def dies(mutant: Mutant | None, schedule: str) -> bool:
                 shutil.copy(source, folder / name)
         if mutant is not None:
             mutant.apply(folder)
-        everything = [test for subject in SUBJECTS for test in subject.tests]
+        everything = [*INTERRUPTS, *(test for subject in SUBJECTS for test in subject.tests)]
         code = run_tests(folder, everything if mutant is None else mutant.tests, schedule)
-    if code not in (PASSED, TESTS_FAILED):
+    if code not in (PASSED, *FAILED):
         raise RuntimeError(f"pytest ended with {code}; {mutant or 'the code as it is'} could not be tested")
-    return code == TESTS_FAILED
+    return code in FAILED
 
 
 def main() -> None:

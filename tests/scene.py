@@ -24,16 +24,16 @@ Events = list[dict[str, Any]]
 class Scene:
     """A trace, the compute stream and a side stream, and the copies on both."""
 
-    def __init__(self, kind: str, limit: int = 1000) -> None:
+    def __init__(self, kind: str, limit: int = 1000, pending: int = 1000) -> None:
         self.device = Device(kind)
-        self.trace = Trace(self.device, limit=limit)
+        self.trace = Trace(self.device, limit=limit, pending=pending)
         self.side = self.device.new_stream()
         self.compute = self.device.current_stream()
         self._buffers: list[torch.Tensor] = []
 
     def copy(self, direction: Direction = "offload", nbytes: int = MIB) -> Event:
         """The end of a copy on the side stream. What it needs is there when it is issued."""
-        source, destination = self._pair(direction, nbytes)
+        source, destination = self.pair(direction, nbytes)
         with self.trace.copying(direction, self.side, nbytes, 1) as group, self.device.on(self.side):
             destination.copy_(source, non_blocking=True)
         return group.ended
@@ -43,7 +43,7 @@ class Scene:
         self.prepare_work(nbytes)()
 
     def prepare_work(self, nbytes: int) -> Callable[[], object]:
-        source, destination = self._pair("reload", nbytes)
+        source, destination = self.pair("reload", nbytes)
         return lambda: destination.copy_(source, non_blocking=True)
 
     def wait(self, ended: Event, why: str = "release", stream: Stream | None = None) -> None:
@@ -66,7 +66,8 @@ class Scene:
             stream.synchronize()
         self._buffers.clear()
 
-    def _pair(self, direction: Direction, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(self, direction: Direction, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What to copy from, and what to copy to."""
         on_device = torch.zeros(nbytes, dtype=torch.uint8, device=self.device.torch_device)
         on_host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.device.kind != "cpu")
         self.device.timed_event(self.compute).synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import tiered_mem
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
@@ -95,6 +98,13 @@ def test_the_wheel_installs_the_command_line(built: tuple[Path, Path]) -> None:
             "[console_scripts]",
             "tiered-mem = tiered_mem.cli:main",
         ]
+
+
+def test_the_version_is_the_one_that_the_package_tells(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Version"] == tiered_mem.__version__
 
 
 def test_a_wheel_made_of_the_sdist_is_the_same(built: tuple[Path, Path], tmp_path: Path) -> None:

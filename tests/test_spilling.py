@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models import eventually, is_empty
+from tests.models import backward, equal, eventually, is_empty
+from tests.saving import Apply, leaf
 from tests.spill.declared_files import DeclaredFiles
 from tests.spilling import MIB, SAVED, Spilling, Training, files_in, keys, records_in, spill_all
 from tiered_mem import Closed, TieringManager
@@ -88,6 +90,23 @@ def test_a_block_that_is_dropped_while_it_is_read(spilling: Spilling, training: 
     del loss
     assert int(manager.stats()["host.used.current"]) > 0, "a file is being read into it"
     files.let_go()
+
+
+def test_the_last_of_many_reads_is_wanted_first(spilling: Spilling, device: str) -> None:
+    """More are under way than one look takes note of."""
+    manager = spilling(ManualPolicy(), 64 * MIB)
+    layer, x = Apply(lambda y: functools.reduce(lambda z, _: z.sin(), range(60), y)), leaf(device)
+    expected = backward(layer(x).sum(), x)
+    with manager.offload_context([layer], min_bytes=1):
+        loss = layer(x).sum()
+    manager.act([*map(Offload, keys(manager)), *map(Release, keys(manager))])
+    manager.synchronize()
+    for key in keys(manager):
+        manager.act([Spill(key)])  # into a record of its own
+    manager.synchronize()
+    assert manager.stats()["disk.records"] == 60
+    manager.act(Fetch(key) for key in keys(manager))
+    assert equal(backward(loss, x), expected)
 
 
 def test_what_was_fetched_too_early_goes_down_without_being_written_again(

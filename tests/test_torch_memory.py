@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-import ascend_emulator
 import pytest
 import torch
 
@@ -52,6 +51,8 @@ def test_what_is_given_back_is_torchs_for_its_next_tensor() -> None:
 def test_a_failure_to_pin_is_told_and_not_repeated(device: str) -> None:
     if not EMULATED:
         pytest.skip("only the emulated runtime can be told to fail")
+    import ascend_emulator
+
     memory = TorchPinnedMemory()
     held = memory.allocate(1 << 20)
     torch.npu.host_empty_cache()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Link
-from tests.scene import MIB, SLOW, SLOW_BYTES_PER_S, Scene, on_track
+from tests.models import stack
+from tests.scene import MIB, SLOW, SLOW_BYTES_PER_S, Scene, events_in, on_track
+from tiered_mem import TieringManager
 from tiered_mem.device import Device
 from tiered_mem.figures import Copies, Figures, Stall, summary_rows
+from tiered_mem.policies import LayerOrderPolicy
+from tiered_mem.spill.disk_record import Operation
 from tiered_mem.timeline import Direction
 from tiered_mem.trace import Trace
 
@@ -156,10 +162,82 @@ def test_the_limit_bounds_the_records_and_not_the_figures(device: str, tmp_path:
     scene.finish()
 
 
+def test_training_makes_no_more_records_than_are_kept(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the limit cuts off, what is left is a trace that a viewer can read, and the figures are of all."""
+    model, x = stack(3, device)
+    monkeypatch.setattr("tiered_mem.manager.Trace", partial(Trace, limit=40))
+    with TieringManager(
+        policy=LayerOrderPolicy(2), device=device, host_bytes="64MiB", spill_dir=tmp_path, trace=True
+    ) as manager:
+        trace = manager._trace
+        assert trace is not None
+        for step in range(1, 21):
+            with manager.offload_context(model.layers, min_bytes=1024):
+                loss = model(x)
+            loss.backward()
+            manager.synchronize()
+            manager.export_trace(tmp_path / "trace.json")
+            assert len(trace._records.last) <= 40
+            left_out = json.loads((tmp_path / "trace.json").read_text())["otherData"]["older records left out"]
+            assert left_out == trace._records.dropped
+            assert len(on_track(events_in(tmp_path / "trace.json"), "compute: layers")) > 3
+            if step == 1:
+                blocks, groups = trace.figures().reload.blocks, trace.figures().reload.groups
+        assert left_out > 40
+        figures = trace.figures()
+    assert (figures.reload.blocks, figures.reload.groups) == (20 * blocks, 20 * groups)
+
+
+@pytest.mark.parametrize("limit", range(1, 30))
+def test_a_trace_that_was_cut_off_anywhere_can_be_read(device: str, tmp_path: Path, limit: int) -> None:
+    scene = Scene(device, limit=limit)
+    trace = scene.trace
+    now = time.perf_counter()
+    for graph in range(3):
+        for layer in (0, 1):
+            trace.layer_begins(graph, layer)
+            trace.saved(graph, layer, MIB)
+            trace.layer_ends(graph, layer)
+            scene.wait(scene.copy(nbytes=1000))
+            trace.file_moved(Operation("write", 1000, now + graph, now + graph + 1))
+        with trace.host_waits():
+            pass
+        for layer in (1, 0):
+            trace.layer_begins(graph, layer, backward=True)
+            scene.wait(scene.copy("reload", 1000), "reload")
+        trace.backward_ends()
+    events = scene.events(tmp_path / "trace.json")
+    counts = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
+    assert all(0 <= count <= 2 * MIB for count in counts)
+    left_out = json.loads((tmp_path / "trace.json").read_text())["otherData"]["older records left out"]
+    kept = len(trace._records.last), len(trace._files.last)
+    assert kept == (limit, min(limit, 6))
+    assert 3 * 16 <= left_out + sum(kept) <= 3 * 20  # of the waits those that were not over before they began
+    scene.finish()
+
+
+def test_no_more_records_are_pending_than_may_be(device: str, link: Link) -> None:
+    scene = Scene(device, pending=5)
+    source, destination = scene.pair("offload", MIB)
+    link(SLOW)
+    for layer in range(4):
+        with scene.trace.copying("offload", scene.side, MIB, 1), scene.device.on(scene.side):
+            destination.copy_(source, non_blocking=True)
+        assert len(scene.trace._pending) <= 5
+        for _ in range(6):
+            scene.trace.layer_begins(0, layer)
+            assert len(scene.trace._pending) <= 5
+    assert scene.figures().offload.groups == 4
+    scene.finish()
+
+
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(device: str, limit: int) -> None:
+@pytest.mark.parametrize("name", ["limit", "pending"])
+def test_a_limit_below_one_is_refused(device: str, name: str, limit: int) -> None:
     with pytest.raises(ValueError, match=f"at least 1 record, not {limit}"):
-        Trace(Device(device), limit=limit)
+        Trace(Device(device), **{name: limit})
 
 
 @pytest.mark.usefixtures("no_gc")

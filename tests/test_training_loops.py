@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from tests.conftest import MakeManager
-from tests.models import assert_same, backward, equal, gradients_of, small_stack
+from tests.models import assert_same, backward, equal, gradients_of, is_empty, small_stack
+from tests.spilling import keys
+from tiered_mem import TieringManager
+from tiered_mem.policies import ManualPolicy, Offload, Release, Reload
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -54,6 +57,24 @@ def test_evaluation_in_the_context_then_a_normal_step(
             loss = model(x)
         assert equal(backward(loss, model, x), expected)
         del loss
+
+
+@pytest.mark.parametrize("inside", [Offload, Reload])
+def test_blocks_move_in_inference_mode(device: str, inside: type[Offload | Reload]) -> None:
+    """As where a model is evaluated while a graph waits for its backward, which is outside of the mode."""
+    model, x = small_stack(3, device)
+    expected = backward(model(x), model, x)
+    with TieringManager(policy=ManualPolicy(), device=device, host_bytes="1MiB", preallocate=False) as manager:
+        offload = manager.offload_context(model.layers, min_bytes=1)
+        for step in range(2):
+            with offload:
+                loss = model(x)
+            for kind in (Offload, Release, Reload):
+                with torch.inference_mode(kind is inside and step == 0):
+                    manager.act(kind(key) for key in keys(manager))
+            assert equal(backward(loss, model, x), expected)
+            del loss
+        assert is_empty(manager)
 
 
 def test_a_tensor_of_inference_mode_is_refused_as_autograd_refuses_it(

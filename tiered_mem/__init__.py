@@ -1,6 +1,15 @@
-"""Asynchronous memory tiering for training on accelerators."""
+"""Asynchronous memory tiering for training on accelerators.
 
-from .context import OffloadContext
+What needs torch is imported when it is first asked for. So the command line runs where torch does not load, and a
+process that only reads spill files does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
 from .errors import (
     ChangedTensor,
     Closed,
@@ -12,7 +21,12 @@ from .errors import (
     TieredMemError,
     TierFull,
 )
-from .manager import TieringManager
+
+if TYPE_CHECKING:
+    from .context import OffloadContext
+    from .manager import TieringManager
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ChangedTensor",
@@ -27,3 +41,34 @@ __all__ = [
     "TieredMemError",
     "TieringManager",
 ]
+
+_WITH_TORCH = {"OffloadContext": ".context", "TieringManager": ".manager"}
+_PACKAGES = ("allocators", "policies")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})
+
+
+# A type checker that saw this would take any name for one of the package's.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in _PACKAGES:
+            return importlib.import_module(f".{name}", __name__)
+        if name not in _WITH_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = importlib.import_module(_WITH_TORCH[name], __name__)
+        except RuntimeError as error:
+            # A backend that torch loads of its own accord has failed, and torch with it, in 30 lines.
+            if "torch" in sys.modules or error.__cause__ is None:
+                raise
+            what = str(error).partition(". ")[0]
+            why = " ".join(str(error.__cause__).split())
+            raise DeviceUnavailable(
+                f"torch does not load: {what} ({why}). Repair that package, or set "
+                "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment to go without it"
+            ) from None
+        value = globals()[name] = getattr(module, name)
+        return value

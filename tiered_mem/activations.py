@@ -9,9 +9,11 @@ import torch
 
 from .block import Block, View
 from .errors import Closed
+from .interrupts import uninterrupted
 from .policies import Action, Event, Saved
 from .policy_actions import PolicyActions
 from .spiller import Spiller
+from .stayed import Stayed
 from .store import BlockStore
 from .traced_layers import TracedLayers
 from .turn import Turn
@@ -48,6 +50,8 @@ class Activations:
     def new_graph(self) -> int:
         """A number for one pass through a forward. Raises Closed."""
         self.check_open()
+        with self._turn:
+            self._store.begin_step()
         graph = next(self._graphs)
         if self._spiller is not None:
             self._spiller.step = graph
@@ -62,6 +66,7 @@ class Activations:
             self._actions.tell(event)
         self._after()
 
+    @uninterrupted
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered."""
         with self._turn:
@@ -85,6 +90,7 @@ class Activations:
                 raise
             return block, view
 
+    @uninterrupted
     def load(self, block: Block, view: View) -> torch.Tensor:
         """The saved tensor, on the device and ready for work that is issued now on the current stream.
 
@@ -103,11 +109,24 @@ class Activations:
         with self._turn:
             return any(self._store.find(key) is not None for key in keys)
 
+    @uninterrupted
     def offloaded_bytes(self, keys: Iterable[int]) -> int:
         """The size of those of the blocks that are still needed and were offloaded, though they may be back."""
         with self._turn:
             blocks = (self._store.find(key) for key in set(keys))
             return sum(block.nbytes for block in blocks if block is not None and block.offloaded)
+
+    def count_stayed(self, keys: Iterable[int], stayed: Stayed) -> int:
+        """Counts those of the blocks that have not been offloaded. The size of the others."""
+        moved = 0
+        with self._turn:
+            for key in set(keys):
+                block = self._store.find(key)
+                if block is None or block.offloaded:
+                    moved += 0 if block is None else block.nbytes
+                else:
+                    stayed.add("no_room" if block.no_room else "policy", block.nbytes)
+        return moved
 
     def check_open(self) -> None:
         """Raises Closed after `close`."""

@@ -53,6 +53,7 @@ class Block:
     changed: the device bytes were changed in place between a save and the release.
     holders: saved tensors that still need the block.
     offloaded, left: a copy to the host was begun, the device memory was given up, at least once.
+    no_room: it was to be offloaded, and the host tier had no room.
     """
 
     key: int
@@ -70,6 +71,7 @@ class Block:
     holders: int = 0
     offloaded: bool = False
     left: bool = False
+    no_room: bool = False
 
     @property
     def nbytes(self) -> int:

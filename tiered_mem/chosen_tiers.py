@@ -15,19 +15,27 @@ from .tiers import HostTier
 
 
 def host_tier(
-    device: Device, host_bytes: HostBytes, pin: bool | str, preallocate: bool | None, host_pool: HostPool | None
+    device: Device,
+    host_bytes: HostBytes,
+    pin: bool | str,
+    preallocate: bool | None,
+    host_pool: HostPool | None,
+    steps_in_flight: int,
 ) -> HostTier:
     """The arguments are those of TieringManager, and so are the errors."""
+    if not isinstance(steps_in_flight, int) or steps_in_flight < 1:
+        raise ValueError(f"steps_in_flight is {steps_in_flight!r}; it has to be 1 or more")
     if host_pool is not None:
         if (host_bytes, pin, preallocate) != (None, True, None):
             raise ValueError("host_pool comes in place of host_bytes, pin and preallocate: give either it or these")
-        return HostTier(host_pool, device, owned=False)
+        return HostTier(host_pool, device, steps_in_flight=steps_in_flight, owned=False)
     check_pin(pin)
     limits = [host_limit(), memlock_limit() if pin == "locked" else None]
     capacity = host_budget(host_bytes, limits=[each for each in limits if each], processes=local_processes())
     if preallocate is None:
         preallocate = host_bytes not in (None, "auto")
-    return HostTier(pool_for(device, capacity, pin, preallocate=preallocate), device)
+    pool = pool_for(device, capacity, pin, preallocate=preallocate)
+    return HostTier(pool, device, steps_in_flight=steps_in_flight)
 
 
 def disk_tier(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
+from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from .forward_pass import ForwardPass, untraced
+from .forward_pass import ForwardPass, is_method_of, untraced
+from .interrupts import uninterrupted
 from .movable import Movable
 
 if TYPE_CHECKING:
@@ -24,7 +28,8 @@ class OffloadContext(contextlib.ContextDecorator):
     Each call of a layer counts, in the order in which they come: layers may be called in any order, several times,
     or not at all. A layer inside another one interrupts it. One context serves many forwards, one after the other;
     their graphs may be in flight together and run their backward in any order. Also a decorator for a function that
-    runs the forward. Made by TieringManager.offload_context().
+    runs the forward. Only the thread that enters it is concerned: others may run the same layers meanwhile. Made by
+    TieringManager.offload_context().
     """
 
     def __init__(self, activations: Activations, layers: Sequence[torch.nn.Module], movable: Movable) -> None:
@@ -34,50 +39,92 @@ class OffloadContext(contextlib.ContextDecorator):
         self._expected = len(layers)
         self._entered: _Entered | None = None
 
+    @uninterrupted
     def __enter__(self) -> OffloadContext:
         if self._entered is not None:
             raise RuntimeError("this offload context is entered already; make a second one to nest forwards")
         self._entered = _Entered(ForwardPass(self._activations, self._movable, self._expected), self._layers)
         return self
 
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         entered, self._entered = self._entered, None
         if entered is not None:
-            layers = entered.leave()
+            layers = entered.leave(early=error is not None)
             if error is None and layers > 0:
                 # How many calls there are shows only afterwards: the next forward is expected to be like this one.
                 self._expected = layers
 
 
 class _Entered:
-    """What there is only while a forward runs: hooks on the layers, and which of them are running."""
+    """What there is only while a forward runs: hooks on the layers, and which of them are running.
+
+    Raises what torch does where saved-tensor hooks are not allowed, as in torch.func.grad. Nothing is left then.
+    """
 
     def __init__(self, forward: ForwardPass, layers: Sequence[torch.nn.Module]) -> None:
         self._forward = forward
+        self._thread = get_ident()
         self._running: list[tuple[torch.nn.Module, int]] = []
-        begin, end = untraced(self._begin), untraced(self._end)
         self._marks: list[RemovableHandle] = []
+        self._copied_without: list[torch.nn.Module] = []
+        self._hooks: saved_tensors_hooks = forward.hooks()
+        try:
+            self._hooks.__enter__()
+        except BaseException:
+            forward.end(early=True)
+            raise
+        begin, end = untraced(self._begin), untraced(self._end)
         for layer in dict.fromkeys(layers):
             self._marks.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
             self._marks.append(layer.register_forward_hook(end, always_call=True))
-        self._hooks: saved_tensors_hooks = forward.hooks()
-        self._hooks.__enter__()
+            if "__reduce_ex__" not in vars(layer):
+                vars(layer)["__reduce_ex__"] = partial(_reduced, layer)
+                self._copied_without.append(layer)
 
-    def leave(self) -> int:
-        """Takes the hooks away. Returns how many layers ran."""
+    def leave(self, *, early: bool) -> int:
+        """Takes the hooks away. Returns how many layers ran. early: an exception ended the forward."""
         self._hooks.__exit__()
         for mark in self._marks:
             mark.remove()
-        self._forward.end()
+        for layer in self._copied_without:
+            vars(layer).pop("__reduce_ex__", None)
+        self._forward.end(early=early)
         return self._forward.layers
 
-    def _begin(self, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
-        self._running.append((module, self._forward.begin_layer((*inputs, *named.values()))))
+    # torch adds a hook before it notes that the hook takes the named inputs as well: another thread may see the one
+    # without the other.
+    @uninterrupted
+    def _begin(
+        self, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object] | None = None
+    ) -> None:
+        if get_ident() == self._thread:
+            self._running.append((module, self._forward.begin_layer((*inputs, *(named or {}).values()))))
 
+    @uninterrupted
     def _end(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        if not self._running or self._running[-1][0] is not module:
+        if get_ident() != self._thread or all(module is not running for running, _ in self._running):
             return  # somebody else's hook raised before this layer began
-        self._forward.end_layer(self._running.pop()[1])
+        # What an interrupt ended in between, before it was inside of its own forward, is over as well.
+        while (ended := self._running.pop())[0] is not module:
+            pass
+        self._forward.end_layer(ended[1])
         self._forward.resume_layer(self._running[-1][1] if self._running else None)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def _reduced(layer: torch.nn.Module, protocol: Any) -> Any:
+    """What copy and pickle take of a layer while a context is entered: all but what the context put there."""
+    reduced = type(layer).__reduce_ex__(layer, protocol)
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    state = {name: value for name, value in reduced[2].items() if name != "__reduce_ex__"}
+    ours = {key for name in _HOOKS for key, hook in vars(layer)[name].items() if is_method_of(hook, _Entered)}
+    for name in {*_HOOKS, *_FLAGS} & state.keys():
+        state[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
+    return (*reduced[:2], state, *reduced[3:])

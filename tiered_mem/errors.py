@@ -102,5 +102,9 @@ class PolicyError(TieredMemError, RuntimeError):
     """A policy answered with something that is not an action."""
 
 
+class Reentered(TieredMemError, RuntimeError):
+    """The manager was called by code that it was running itself, in the same thread."""
+
+
 class Closed(TieredMemError, RuntimeError):
     """The manager is closed."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .movable import Movable
+from .interrupts import uninterrupted
+from .movable import Movable, has_storage
 from .parts import take_apart
 from .policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
 from .saved_tensor import Saved, SavedParts, SavedTensor, StrayTensor, keep
@@ -66,7 +67,11 @@ class ForwardPass:
         layer = self._layer = len(self.keys)
         self.keys.append({})
         self._activations.notify(LayerBegin(self.graph, layer))
-        self._inputs = {tensor.untyped_storage()._cdata: layer for tensor in inputs if type(tensor) is torch.Tensor}
+        self._inputs = {
+            tensor.untyped_storage()._cdata: layer
+            for tensor in inputs
+            if type(tensor) is torch.Tensor and has_storage(tensor)
+        }
         if self._strays:
             self._claim_strays(layer)
         return layer
@@ -79,20 +84,27 @@ class ForwardPass:
         self._layer = None
         self._activations.notify(LayerEnd(self.graph, layer))
 
+    @uninterrupted
     def begin_backward(self, layer: int) -> None:
         """The layer's backward begins. The first tensor that it asks for tells as much."""
         if layer != self._backward_of:
             self._backward_of = layer
             self._activations.notify(LayerBegin(self.graph, layer, backward=True))
 
-    def end(self) -> None:
-        """No more is saved. What was saved stays until autograd lets go of it."""
+    def end(self, *, early: bool = False) -> None:
+        """No more is saved. What was saved stays until autograd lets go of it.
+
+        early: it was broken off, and says nothing of what a whole one leaves on the device.
+        """
         self._layer = None
         self._inputs = {}
         self._strays = {}
         self._weights = frozenset()
         self._activations.notify(ForwardEnd(self.graph))
+        moved = self._activations.count_stayed((key for layer in self.keys for key in layer), self._movable.stayed)
+        self._movable.stayed.forward_ends(None if early else moved)
 
+    @uninterrupted
     def pack(self, tensor: torch.Tensor) -> Saved:
         """What autograd keeps of a tensor that is saved."""
         if type(tensor) is torch.Tensor:
@@ -103,8 +115,10 @@ class ForwardPass:
             if apart is not None:
                 parts = [None if part is None else self.pack(part) for part in apart.parts]
                 return SavedParts(tensor, apart, parts, self._layer)
+        self._movable.note_stay(tensor)
         return keep(tensor, self._layer)
 
+    @uninterrupted
     def unpack(self, saved: Saved) -> torch.Tensor:
         """The tensor as it was saved, ready for the work that comes next on the current stream."""
         layer = saved.layer
@@ -116,10 +130,13 @@ class ForwardPass:
         storage = tensor.untyped_storage()
         layer = self._layer
         if not self._movable.moves(tensor, storage, self._weights):
+            if storage._cdata not in self._weights:
+                self._movable.note_stay(tensor)
             return keep(tensor, layer)
         if layer is None:
             layer = self._inputs.get(storage._cdata)
         if layer is None:
+            self._movable.stayed.add("outside", tensor.nbytes)
             stray = StrayTensor(keep(tensor, None))
             self._strays.setdefault(storage._cdata, []).append(weakref.ref(stray))
             return stray
@@ -132,17 +149,20 @@ class ForwardPass:
             for reference in self._strays.pop(storage):
                 stray = reference()
                 block = None if stray is None else stray.move(self._activations, self.graph, layer)
-                if block is not None:
+                if stray is not None and block is not None:
+                    self._movable.stayed.take_back("outside", stray.nbytes)
                     self.keys[layer][block.key] = None
 
 
 def is_packing() -> bool:
     """Whether what this thread saves now goes to a ForwardPass. Autograd knows: the innermost hooks win."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        return False
-    pack = getattr(hooks[0], "__wrapped__", hooks[0])  # untraced() may have wrapped it
-    return isinstance(getattr(pack, "__self__", None), ForwardPass)
+    return hooks is not None and is_method_of(hooks[0], ForwardPass)
+
+
+def is_method_of(function: object, kind: type) -> bool:
+    """Whether a function is a method of an object of this kind, by itself or as `untraced` returned it."""
+    return isinstance(getattr(getattr(function, "__wrapped__", function), "__self__", None), kind)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

@@ -16,7 +16,8 @@ from .trace import Trace
 # The share of the host tier above which blocks go down to disk, so that what comes next finds room.
 _HIGH_WATER = 0.75
 
-# Asked with a number of bytes of host memory; answers which blocks may go down to disk.
+# Asked with a number of bytes of host memory; answers which blocks may go down to disk. Other actions than Release
+# and Spill are passed over.
 Advise = Callable[[int], Iterable[Action]]
 Release = Callable[[Sequence[Block]], None]
 
@@ -71,6 +72,15 @@ class HostRoom:
             if above > 0:
                 self._relieve(self._spiller, above, release)
 
+    def begin_step(self) -> None:
+        """A step begins. Waits for slots of steps long past, which would otherwise be taken anew in each step."""
+        self._host.begin_step()
+        if self._host.overdue:
+            self._counters.step_waits += 1
+            with self.waiting():
+                while self._host.overdue:
+                    self._host.wait()
+
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the host waits, of which a trace is told."""
         return self._trace.host_waits() if self._trace is not None else contextlib.nullcontext()
@@ -82,12 +92,11 @@ class HostRoom:
             spiller.spill_later(missing)
         told: set[Action] = set()
         while (missing := nbytes - spiller.going_down) > 0 and spiller.accepting:
-            actions = list(self._advise(missing))
-            if told.issuperset(actions):
-                return  # nothing, or nothing new
-            told.update(actions)
-            release(self._named(action.key for action in actions if isinstance(action, policies.Release)))
-            spiller.spill(self._named(action.key for action in actions if isinstance(action, policies.Spill)))
-
-    def _named(self, keys: Iterable[int]) -> list[Block]:
-        return [block for key in keys if (block := self._blocks.get(key)) is not None]
+            # The same advice again, or about a block that does not exist, is none.
+            actions = {action: None for action in self._advise(missing) if action.key in self._blocks}
+            new = [action for action in actions if action not in told]
+            if not new:
+                return
+            told.update(new)
+            release([self._blocks[action.key] for action in new if isinstance(action, policies.Release)])
+            spiller.spill([self._blocks[action.key] for action in new if isinstance(action, policies.Spill)])

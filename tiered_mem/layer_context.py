@@ -7,8 +7,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from .forward_pass import ForwardPass
+from .interrupts import uninterrupted
 from .movable import Movable
 
 if TYPE_CHECKING:
@@ -28,29 +30,39 @@ class LayerContext(contextlib.ContextDecorator):
 
     def __init__(self, sequence: LayerSequence) -> None:
         self._sequence = sequence
-        self._entered: contextlib.ExitStack | None = None
+        self._entered = False
+        self._hooks: saved_tensors_hooks | None = None
         self._last: tuple[ForwardPass, int] | None = None
 
+    @uninterrupted
     def __enter__(self) -> LayerContext:
-        if self._entered is not None:
+        if self._entered:
             raise RuntimeError("this offload context is entered already: leave it before the next layer")
-        self._entered = contextlib.ExitStack()
         self._last = None
         if torch.is_grad_enabled():
-            layer = self._sequence.begin()
+            try:
+                layer = self._sequence.begin()
+                hooks = self._sequence.forward.hooks()
+                hooks.__enter__()  # torch.func.grad, for one, does not allow it
+            except BaseException:
+                self._sequence.restart()
+                raise
             self._last = self._sequence.forward, layer
-            self._entered.enter_context(self._sequence.forward.hooks())
+            self._hooks = hooks
+        self._entered = True
         return self
 
+    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, self._entered = self._entered, None
-        if entered is not None:
-            entered.close()
-        if self._last is not None:
-            self._sequence.end()
-            if error is not None:
+        hooks, self._hooks = self._hooks, None
+        self._entered = False
+        if hooks is not None:
+            hooks.__exit__()
+            if error is None:
+                self._sequence.end()
+            else:
                 self._sequence.restart()
 
     def sync(self, output: torch.Tensor) -> torch.Tensor:
@@ -122,18 +134,27 @@ class LayerSequence:
             return
         forward, layer = self.forward, self._open
         self._open = None
-        forward.end_layer(layer)
-        if forward.layers == self._num_layers:
-            self._complete = True
-            forward.end()
+        try:
+            forward.end_layer(layer)
+        finally:
+            if forward.layers == self._num_layers:
+                self._complete = True
+                forward.end()
 
+    @uninterrupted
     def restart(self) -> None:
         """The next layer is the first of a new forward. What this one saved stays for its backward."""
-        self.end()
-        if self._forward is not None and not self._complete:
-            self._forward.end()
-        self._forward = None
-        self._complete = False
+        forward, self._forward = self._forward, None
+        layer, self._open = self._open, None
+        complete, self._complete = self._complete, False
+        if forward is None:
+            return
+        try:
+            if layer is not None:
+                forward.end_layer(layer)
+        finally:
+            if not complete:
+                forward.end(early=True)
 
     def _gone(self) -> bool:
         keys = self.keys()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
 
@@ -18,24 +20,28 @@ from .device import Device
 from .errors import DeviceFailed
 from .figures import summary_rows
 from .host_budget import HostBytes
+from .interrupts import Interrupts, uninterrupted
 from .layer_context import LayerContext, LayerSequence
 from .module_phases import ModulePhases
 from .movable import Movable
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
-from .policies import Action, HostPressure, Policy, policy_by_name
-from .policy_actions import PolicyActions
+from .policies import Action, ManualPolicy, Policy, policy_by_name
+from .policy_actions import PolicyActions, advice
 from .repeated_blocks import repeated_blocks
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
 from .spiller import Spiller
 from .stats import Counters, Stats, flatten, summary
+from .stayed import Stayed
 from .store import BlockStore
 from .tiers import DeviceTier, HostTier
 from .trace import Trace
 from .traced_layers import TracedLayers
 from .transfer import TransferEngine
 from .turn import Turn
+
+_log = logging.getLogger("tiered_mem.manager")
 
 
 class TieringManager:
@@ -63,8 +69,11 @@ class TieringManager:
         arguments before this one is given.
     transfer_stream: a stream of the device for the copies in both directions. None is two streams of its own, so
         that copies to the host and to the device run side by side.
+    steps_in_flight: how many forwards, with their backwards, may have copies under way before the host waits. Each
+        takes host memory of its own: with 2 one is computed while the next is queued.
     trace: record when layers, copies, waits and file operations begin and end, for export_trace() and
-        memory_summary(). It costs a few events for each layer.
+        memory_summary(). It costs a few events for each layer, and about 40 MB: the last 100,000 records, and as
+        many of files, are kept for export_trace(). memory_summary() counts all.
 
     activations: what the offload contexts of this manager use.
 
@@ -73,6 +82,7 @@ class TieringManager:
     that this machine does not have, and PinningFailed where host memory cannot be had as asked.
     """
 
+    @uninterrupted
     def __init__(
         self,
         *,
@@ -88,48 +98,53 @@ class TieringManager:
         spill_checksum: str | None = None,
         disk: DiskTier | None = None,
         transfer_stream: torch.Stream | None = None,
+        steps_in_flight: int = 2,
         trace: bool = False,
     ) -> None:
-        self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
-        self.device = Device(device)
-        self._disk = disk_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
-        try:
-            self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool)
-        except BaseException:
+        with contextlib.ExitStack() as undo:
+            self._interrupts = Interrupts()
+            self._interrupts.watch()
+            undo.callback(self._interrupts.close)
+            self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
+            self.device = Device(device)
+            self._disk = disk_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
             if self._disk is not None and disk is None:
-                self._disk.close()
-            raise
-        self._trace = Trace(self.device) if trace else None
-        if self._trace is not None and self._disk is not None:
-            self._disk.watch(self._trace.file_moved)
-        stream = None if transfer_stream is None else self.device.generic(transfer_stream)
-        self._engine = TransferEngine(self.device, stream, self._trace)
-        self._counters = Counters()
-        spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
-        self._store = BlockStore(
-            DeviceTier(self.device),
-            self._host,
-            self._engine,
-            self._counters,
-            partial(_advise, self._policy),
-            self._trace,
-            spiller,
-        )
-        actions = PolicyActions(self._policy, self._store)
-        self._turn = Turn(actions.let_go)
-        self._phases = ModulePhases(self.device, self._host, self._engine, self._store.make_room)
-        self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)
-        self.activations = Activations(
-            self._turn,
-            actions,
-            self._store,
-            spiller=spiller,
-            traced=None if self._trace is None else TracedLayers(self._trace, self._turn),
-            before=self._phases.bury,
-            after=self._optimizers.progress,
-        )
-        # Saved tensors keep these, and not the manager.
-        weakref.finalize(self.activations, _abandon, self._engine, self._host, self._disk).atexit = False
+                undo.callback(self._disk.close)
+            self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
+            undo.callback(self._host.abandon)
+            self._trace = Trace(self.device) if trace else None
+            if self._trace is not None and self._disk is not None:
+                self._disk.watch(self._trace.file_moved)
+            stream = None if transfer_stream is None else self.device.generic(transfer_stream)
+            self._engine = TransferEngine(self.device, stream, self._trace)
+            self._counters = Counters()
+            spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
+            self._store = BlockStore(
+                DeviceTier(self.device),
+                self._host,
+                self._engine,
+                self._counters,
+                partial(advice, self._policy),
+                self._trace,
+                spiller,
+            )
+            actions = PolicyActions(self._policy, self._store)
+            self._turn = Turn(actions.let_go, self._interrupts)
+            self._phases = ModulePhases(self.device, self._host, self._engine, self._store.make_room)
+            self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)
+            self.activations = Activations(
+                self._turn,
+                actions,
+                self._store,
+                spiller=spiller,
+                traced=None if self._trace is None else TracedLayers(self._trace, self._turn),
+                before=self._phases.bury,
+                after=self._optimizers.progress,
+            )
+            # Saved tensors keep these, and not the manager.
+            owned = (self._engine, self._host, self._disk, self._interrupts)
+            weakref.finalize(self.activations, _abandon, *owned).atexit = False
+            undo.pop_all()
 
     def offload_context(
         self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str = 1 << 20
@@ -148,7 +163,7 @@ class TieringManager:
         else:
             modules = list(layers)
         self._policy.check(len(modules))
-        movable = Movable(self.device, modules, min_bytes=self._smallest(min_bytes))
+        movable = Movable(self.device, modules, self.stayed(), min_bytes=self._smallest(min_bytes))
         return OffloadContext(self.activations, modules, movable)
 
     def layer_context(
@@ -164,33 +179,44 @@ class TieringManager:
         Raises ValueError where the policy does not suit that many layers.
         """
         self._policy.check(num_layers)
-        movable = Movable(self.device, (), min_bytes=self._smallest(min_bytes))
+        movable = Movable(self.device, (), self.stayed(), min_bytes=self._smallest(min_bytes))
         return LayerContext(LayerSequence(self.activations, movable, num_layers, variable_depth=variable_depth))
 
+    @uninterrupted
     def register_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
         *,
         bucket_bytes: int | str = "256MiB",
         residency: Residency = "host",
+        separable: bool | None = None,
     ) -> TieredOptimizer:
         """The optimizer to use from now on, in place of the one that is given: its states leave the device.
 
-        optimizer: any that can step some of its parameters at a time, as LBFGS cannot. It may have states already.
-            They are tried out with copies of its smallest parameters, and of one of each shape.
+        optimizer: any. It may have states already. What states it will have is tried out with a copy of one
+            parameter of each shape. Of a wrapper register the optimizer inside, and put the new one in its place.
         bucket_bytes: half of the device memory that states pass through during a step; more where the state of one
             parameter alone is larger.
         residency: where the states rest between steps. "host" is pinned host memory. "disk" is the disk tier, by
             way of a few buckets of host memory. "device-until-offload" is the device, until `offload` is called.
+        separable: True says that a step does to each parameter what it would do if that were the only one. Then
+            it is made bucket by bucket, after a trial. False is at once: all states come to the device for a step.
+            None is bucket by bucket for torch's own optimizers but LBFGS, and at once for all others.
 
-        Raises ValueError for an optimizer that is registered, or cannot be tiered, TierFull where there is no room
-        for all states, and Closed.
+        Raises ValueError for an optimizer that is registered, cannot be tiered, or is not what `separable` says;
+        TierFull where there is no room for all states, torch.OutOfMemoryError, and Closed. The optimizer is as
+        before then.
         """
         self.activations.check_open()
         return self._optimizers.register(
-            optimizer, bucket_bytes=parse_bytes(bucket_bytes), residency=residency, owner=self
+            optimizer,
+            bucket_bytes=parse_bytes(bucket_bytes),
+            residency=residency,
+            separable=separable,
+            owner=self,
         )
 
+    @uninterrupted
     def offload(self, thing: torch.nn.Module | TieredOptimizer, *, gradients: bool = False) -> None:
         """Takes a module or the states of a tiered optimizer off the device until `reload`.
 
@@ -211,6 +237,7 @@ class TieringManager:
             self.activations.go_on()
             self._phases.offload(thing, gradients=gradients, owner=self)
 
+    @uninterrupted
     def reload(self, thing: torch.nn.Module | TieredOptimizer) -> None:
         """Brings back all that `offload` took, for work that is issued from now on.
 
@@ -235,6 +262,10 @@ class TieringManager:
                 f"{type(thing).__name__}"
             )
 
+    def stayed(self) -> Stayed:
+        """What counts, for a context of this manager, what stays on the device."""
+        return Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy))
+
     def _smallest(self, min_bytes: int | str) -> int:
         nbytes = parse_bytes(min_bytes)
         if self._disk is not None and self._disk.capacity < nbytes:
@@ -244,6 +275,7 @@ class TieringManager:
             )
         return nbytes
 
+    @uninterrupted
     def stats(self) -> Stats:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
         self._optimizers.bury()
@@ -258,6 +290,7 @@ class TieringManager:
         """The stats as a table: what moved, and with trace=True how much of it was hidden and who waited."""
         return summary(str(self.device.torch_device), self.stats(), self._overlap())
 
+    @uninterrupted
     def export_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes what was recorded as a Chrome trace, which Perfetto opens. RuntimeError without trace=True."""
         with self._turn:
@@ -265,6 +298,7 @@ class TieringManager:
                 raise RuntimeError("nothing was recorded: make the manager with trace=True")
             self._trace.export(path)
 
+    @uninterrupted
     def synchronize(self) -> None:
         """Waits on the host for every copy and file operation that was started; takes back the slots they used."""
         self._optimizers.settle()
@@ -273,6 +307,7 @@ class TieringManager:
             self._store.settle()
             self._host.collect()
 
+    @uninterrupted
     def close(self) -> None:
         """Waits for the copies under way and frees the host memory. Closing again does nothing.
 
@@ -302,6 +337,7 @@ class TieringManager:
             if self._disk is not None:
                 self._disk.close()
             self._host.close()
+        self._interrupts.close()
 
     def __enter__(self) -> TieringManager:
         return self
@@ -309,12 +345,19 @@ class TieringManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as failure:  # the error on its way out matters more
+            _log.error("the manager was not closed: %s", str(failure))
 
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""
         self.activations.act(actions)
 
+    @uninterrupted
     def _overlap(self) -> list[tuple[str, str]]:
         with self._turn:
             if self._trace is None:
@@ -322,13 +365,9 @@ class TieringManager:
             return summary_rows(self._trace.figures())
 
 
-def _advise(policy: Policy, nbytes: int) -> Sequence[Action]:
-    """What a policy lets go down to disk, so that so many bytes of host memory come free."""
-    return policy.decide(HostPressure(nbytes))
-
-
-def _abandon(engine: TransferEngine, host: HostTier, disk: DiskTier | None) -> None:
+def _abandon(engine: TransferEngine, host: HostTier, disk: DiskTier | None, interrupts: Interrupts) -> None:
     """Whoever could still use a block has a reference to the manager, and there is none."""
+    interrupts.close()
     engine.synchronize()
     if disk is not None:
         disk.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import Node
@@ -10,20 +10,29 @@ from torch.autograd.graph import Node
 from .device import Device
 from .marks import stays
 from .parts import plain_tensors
+from .stayed import Reason, Stayed
 
 
 class Movable:
     """Judges saved tensors for the layers of one model.
 
     A tensor stays if it is small, lives on another device, is marked to stay, belongs to a weight or a buffer of
-    the layers, or is more than its bytes: sparse, conjugate or negative.
+    the layers, or is more than its bytes: sparse, nested, quantized by torch itself, conjugate or negative.
 
     min_bytes, min_elements: what is smaller than either stays.
+    stayed: counts what does.
     """
 
     def __init__(
-        self, device: Device, layers: Sequence[torch.nn.Module], *, min_bytes: int = 1, min_elements: int = 1
+        self,
+        device: Device,
+        layers: Sequence[torch.nn.Module],
+        stayed: Stayed,
+        *,
+        min_bytes: int = 1,
+        min_elements: int = 1,
     ) -> None:
+        self.stayed = stayed
         self._torch_device = device.torch_device
         self._layers = [list(layer.modules()) for layer in layers]
         self._min_bytes = min_bytes
@@ -43,6 +52,7 @@ class Movable:
                 for modules in self._layers
                 for tensor in _weights_of(modules)
                 for part in plain_tensors(tensor)
+                if has_storage(part)
             )
         return self._weights
 
@@ -50,21 +60,47 @@ class Movable:
         """Whether it is worth a copy, and on the right device. What there is cheap to ask."""
         return (
             tensor.layout is torch.strided
+            and not tensor.is_nested
             and tensor.nbytes >= self._min_bytes
             and tensor.numel() >= self._min_elements
             and tensor.device == self._torch_device
+            and not _is_functorch_wrapped(tensor)
         )
 
     def moves(self, tensor: torch.Tensor, storage: torch.UntypedStorage, weights: frozenset[int]) -> bool:
         """Whether a large plain tensor may move."""
         return (
             storage._cdata not in weights
+            and not tensor.is_quantized
             and storage.nbytes() >= self._min_bytes  # a broadcast tensor is large, and its storage is not
             and not stays(storage)
             and not tensor.is_conj()
             and not tensor.is_neg()
             and not _is_weight(tensor)
         )
+
+    def note_stay(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor that is not `large`, or does not `moves`. Weights are nobody's to move."""
+        if _is_weight(tensor):
+            return
+        whole = has_storage(tensor)
+        self.stayed.add(self._reason(tensor, whole), tensor.nbytes if whole else 0)
+
+    def _reason(self, tensor: torch.Tensor, whole: bool) -> Reason:
+        if tensor.device != self._torch_device:
+            return "other_device"
+        if not whole or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return "kind"
+        return "marked" if stays(tensor.untyped_storage()) else "small"
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in one storage of its own device, as sparse, nested and functorch's own do not."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not _is_functorch_wrapped(tensor)
+
+
+# What torch.func.vmap and jvp make of a tensor.
+_is_functorch_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _weights_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
@@ -78,7 +114,8 @@ def _identity(tensor: torch.Tensor | None) -> object:
     """Differs when the tensor is another one, or has other memory."""
     if tensor is None:
         return None
-    return id(tensor), *(part.untyped_storage()._cdata for part in plain_tensors(tensor))
+    parts = (part for part in plain_tensors(tensor) if has_storage(part))
+    return id(tensor), *(part.untyped_storage()._cdata for part in parts)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

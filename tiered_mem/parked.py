@@ -12,6 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from .away import away, bring_back
 from .device import Event
+from .interrupts import uninterrupted
 from .module_storages import HeldStorage
 from .tiers import HostSlot
 
@@ -72,6 +73,7 @@ class HostCopy:
             self.given_up = True
             self.unused.append((self.slot, self.event))
 
+    @uninterrupted
     def __del__(self) -> None:
         self.give_up()
 

@@ -9,6 +9,7 @@ import torch
 
 from .block import Block, Origin, View, origin_of
 from .errors import changed_tensor
+from .interrupts import uninterrupted
 from .parts import Apart
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class SavedTensor:
         """
         return self._activations.load(self._block, self._view)
 
+    @uninterrupted
     def __del__(self) -> None:
         self._activations.let_go(self._block)
 
@@ -55,14 +57,20 @@ class KeptTensor(NamedTuple):
 class StrayTensor:
     """A large tensor that was saved outside the layers: it is kept, and moves if it proves a layer's input."""
 
-    __slots__ = ("__weakref__", "_saved")
+    __slots__ = ("__weakref__", "_nbytes", "_saved")
 
     def __init__(self, kept: KeptTensor) -> None:
         self._saved: KeptTensor | SavedTensor = kept
+        self._nbytes = kept.tensor.nbytes
 
     @property
     def layer(self) -> int | None:
         return self._saved.layer
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor, wherever it is."""
+        return self._nbytes
 
     def load(self) -> torch.Tensor:
         return self._saved.load()

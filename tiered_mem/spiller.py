@@ -141,8 +141,7 @@ class Spiller:
         """Takes note of what has ended, and begins what can begin now. Whether anything ended."""
         ended = False
         for read in [read for read in self._reading[:_LOOKED_AT] if read.job.done]:
-            self._reading.remove(read)
-            self._end_read(read)
+            self.end_read(read)
             ended = True
         for write in [
             write for write in self._writing[:_LOOKED_AT] if write.record is None or write.record.job.done
@@ -235,7 +234,9 @@ class Spiller:
             block.move = read
         self._reading.append(read)
 
-    def _end_read(self, read: Read) -> None:
+    def end_read(self, read: Read) -> None:
+        """Takes note of a read that has ended, wherever it stands among those that are under way."""
+        self._reading.remove(read)
         for block, slot, lease in read.members:
             self._host.let_go(lease)
             if block.move is not read:

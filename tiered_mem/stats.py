@@ -9,21 +9,11 @@ from .allocators import PoolStats
 from .block import Block, Place
 from .sizes import format_bytes
 from .spill.disk_record import DiskStats
+from .stayed import REASONS, Reason
+from .totals import Moved
 
 # Counts and bytes; a name for what is one, and a float for a share.
 Stats = dict[str, int | float | str]
-
-
-@dataclass(slots=True)
-class Moved:
-    """Blocks and their bytes, since the manager was made."""
-
-    count: int = 0
-    nbytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.count += 1
-        self.nbytes += nbytes
 
 
 @dataclass(slots=True)
@@ -33,7 +23,9 @@ class Counters:
     postponed: early reloads that the device had no room for. blocking: copies for which the host had to wait,
     because their host memory is not pinned. spilled, fetched: blocks written to disk and read from there.
     disk_waits: times the host waited for a read. overflowed: blocks that were read into memory beyond the host
-    tier's limit, because backward needed them and there was no other way."""
+    tier's limit, because backward needed them and there was no other way. step_waits: forwards that the host began
+    only when the device was through with the copies of a forward long before. stayed: saved tensors that did not
+    leave the device, by reason."""
 
     offloaded: Moved = field(default_factory=Moved)
     released: Moved = field(default_factory=Moved)
@@ -46,7 +38,9 @@ class Counters:
     overflowed: int = 0
     reloads_on_demand: int = 0
     host_waits: int = 0
+    step_waits: int = 0
     postponed: int = 0
+    stayed: dict[Reason, Moved] = field(default_factory=lambda: {reason: Moved() for reason in REASONS})
 
 
 def flatten(
@@ -67,6 +61,7 @@ def flatten(
         "host.source_failures.total": pool.source_failures,
         "host.slots": slots,
         "host.waits.total": counters.host_waits,
+        "host.step_waits.total": counters.step_waits,
         "reloads_on_demand.total": counters.reloads_on_demand,
         "reloads_postponed.total": counters.postponed,
     }
@@ -75,6 +70,9 @@ def flatten(
         moved: Moved = getattr(counters, name)
         stats[f"{name}.blocks.total"] = moved.count
         stats[f"{name}.bytes.total"] = moved.nbytes
+    for reason, stayed in counters.stayed.items():
+        stats[f"stayed.{reason}.tensors.total"] = stayed.count
+        stats[f"stayed.{reason}.bytes.total"] = stayed.nbytes
     stats["blocking.copies.total"] = counters.blocking.count
     stats["blocking.bytes.total"] = counters.blocking.nbytes
     places = [Place.DEVICE, Place.LEAVING, Place.HOST, Place.ARRIVING]
@@ -117,6 +115,8 @@ def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequen
     for name in ("offloaded", "released", "reloaded", "kept"):
         label = "kept, host tier full" if name == "kept" else name
         rows.append((label, f"{stats[f'{name}.blocks.total']} blocks, {size(f'{name}.bytes.total')}"))
+    stayed = [f"{size(name)} {reason}" for reason in REASONS if stats[name := f"stayed.{reason}.bytes.total"]]
+    rows.append(("saved and stayed", ", ".join(stayed) or "nothing"))
     if stats["parked.host_bytes.current"]:
         offloaded = f"{stats['parked.storages.current']} storages, {size('parked.bytes.current')}"
         rows.append(("modules, offloaded now", offloaded))
@@ -132,6 +132,7 @@ def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequen
         rows.append(("host waits for the disk", str(stats["disk.waits.total"])))
     rows.append(("reloads on demand", str(stats["reloads_on_demand.total"])))
     rows.append(("host waits for room", str(stats["host.waits.total"])))
+    rows.append(("host waits for old steps", str(stats["host.step_waits.total"])))
     blocking = f"{stats['blocking.copies.total']}, {size('blocking.bytes.total')}"
     rows.append(("copies that blocked the host", blocking))
     rows += overlap

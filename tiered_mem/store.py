@@ -161,6 +161,10 @@ class BlockStore:
         self.reload_early(self._wanted.collect())
         self._wanted.fetch()
 
+    def begin_step(self) -> None:
+        """A forward begins. The host waits where it is too many steps ahead of the device."""
+        self._room.begin_step()
+
     def settle(self) -> None:
         """Waits for the file operations under way."""
         if self._spiller is not None:
@@ -247,6 +251,7 @@ class BlockStore:
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
             _log.warning("an activation stays on the device: %s. Later ones are only counted", str(error))
+        block.no_room = True
         self._counters.kept.add(block.nbytes)
 
     def _start_offloads(self, moves: Sequence[tuple[Block, DeviceSlot, HostSlot]]) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -50,9 +51,18 @@ class Lease:
     users: int
 
 
+class _Returning(NamedTuple):
+    """A slot that is free when an event has passed, and the step in which it was given back."""
+
+    slot: HostSlot
+    event: Event
+    step: int
+
+
 def bytes_of(region: Region) -> torch.Tensor:
     """The region as a 1-dimensional uint8 tensor. It does not keep the region alive."""
-    return torch.frombuffer((ctypes.c_char * region.nbytes).from_address(region.ptr), dtype=torch.uint8)
+    with torch.inference_mode(False):  # later copies to it may be made outside of the mode
+        return torch.frombuffer((ctypes.c_char * region.nbytes).from_address(region.ptr), dtype=torch.uint8)
 
 
 class DeviceTier:
@@ -78,7 +88,8 @@ class DeviceTier:
 
         Raises torch.OutOfMemoryError.
         """
-        flat = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=self._device.torch_device)
+        with torch.inference_mode(False):  # backward needs a tensor with a version, whoever asks for it
+            flat = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=self._device.torch_device)
         return DeviceSlot(flat, stream)
 
 
@@ -89,15 +100,19 @@ class HostTier:
     come to pass. The pool itself knows nothing of streams.
 
     device: that of the copies.
+    steps_in_flight: in how many steps slots may be given back before the first of them is waited for. The host runs
+        ahead of the device, and would take new slots for each step otherwise.
     owned: the pool is closed with the tier.
     """
 
-    def __init__(self, pool: HostPool, device: Device, *, owned: bool = True) -> None:
+    def __init__(self, pool: HostPool, device: Device, *, steps_in_flight: int = 2, owned: bool = True) -> None:
         self._pool = pool
+        self._steps_in_flight = steps_in_flight
+        self._step = 0
         self._device = device
         self._owned = owned
         self._slabs: dict[int, _Slab] = {}
-        self._returning: deque[tuple[HostSlot, Event]] = deque()
+        self._returning: deque[_Returning] = deque()
         self._leases: set[Lease] = set()
         self._slots = 0
 
@@ -125,7 +140,8 @@ class HostTier:
     def overflow(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         """Slots beyond the tier's limit, in memory that is not pinned: for bytes that are needed now."""
         nbytes = sum(map(round_up, (size for size, _ in wanted)))
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
         start = -memory.data_ptr() % ALIGNMENT
         whole = memory[start : start + nbytes]
         region = Region(whole.data_ptr(), nbytes)
@@ -146,6 +162,16 @@ class HostTier:
             if lease.slab.pooled:
                 self._pool.deallocate(lease.region)
 
+    def begin_step(self) -> None:
+        """What is given back from now on is of another step."""
+        self._step += 1
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a slot is still on its way back that was given back too many steps ago. Does not wait."""
+        self.collect()
+        return bool(self._returning) and self._returning[0].step <= self._step - self._steps_in_flight
+
     @property
     def waits(self) -> bool:
         """Whether slots are on their way back."""
@@ -155,7 +181,7 @@ class HostTier:
         """Waits for the copy that has kept a slot the longest. False if there is none. Raises DeviceFailed."""
         if not self._returning:
             return False
-        self._device.wait_for(self._returning[0][1])
+        self._device.wait_for(self._returning[0].event)
         self.collect()
         return True
 
@@ -164,13 +190,13 @@ class HostTier:
         if event is None:
             self._free(slot)
         else:
-            self._returning.append((slot, event))
+            self._returning.append(_Returning(slot, event, self._step))
 
     def collect(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
         passed = None
         while self._returning:
-            slot, event = self._returning[0]
+            slot, event, _ = self._returning[0]
             if event is not passed and not event.query():
                 return
             passed = event
@@ -268,7 +294,9 @@ class _Slab:
         known = self._elements.get(dtype)
         if known is None:
             whole = self._elements[torch.uint8]
-            known = self._elements[dtype] = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):
+                known = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+            self._elements[dtype] = known
         return known
 
 

@@ -91,16 +91,18 @@ def layer_name(layer: int | None, backward: bool) -> str:
     return "no layer" if layer is None else f"{'backward' if backward else 'forward'} {layer}"
 
 
-def chrome_trace(process: str, records: Iterable[Record]) -> dict[str, Any]:
+def chrome_trace(process: str, records: Iterable[Record], dropped: int = 0) -> dict[str, Any]:
     """A JSON object for Perfetto. The records are in the order in which each stream came to them; of files in any.
 
+    dropped: how many older ones there were. A span needs all of its records, so that the first may be missing.
     The counter "saved bytes" is what layers saved whose backward has not begun.
     """
     chart = _Chart(process)
     for record in records:
         chart.draw(record)
     chart.finish()
-    return {"displayTimeUnit": "ms", "traceEvents": chart.events}
+    about = {"older records left out": dropped}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": chart.events}
 
 
 class _Chart:

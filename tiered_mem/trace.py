@@ -36,27 +36,30 @@ class Trace:
 
     One thread at a time, but for `file_moved`.
 
-    Recording never waits for the device: an event's time is read when it has come to pass. `figures` and `export`
+    Recording does not wait for the device: an event's time is read when it has come to pass. `figures` and `export`
     wait for all that was recorded. On the cpu a copy has ended when it is issued, so that nothing waits for one.
 
-    limit: how many records are kept for `export`, besides those that the device has not come to yet. `figures` is
-        about all that were ever made. Raises ValueError below 1.
+    limit: how many records are kept for `export`, and as many of files; the oldest go first. `figures` is about all
+        that were ever made. Raises ValueError below 1.
+    pending: how many records may be kept besides that the device has not come to yet. Where it is as far behind as
+        that, recording waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
     """
 
-    def __init__(self, device: Device, *, limit: int = 100_000) -> None:
-        if limit < 1:
-            raise ValueError(f"a trace must keep at least 1 record, not {limit}")
+    def __init__(self, device: Device, *, limit: int = 100_000, pending: int = 10_000) -> None:
+        if min(limit, pending) < 1:
+            raise ValueError(f"a trace must keep at least 1 record, not {min(limit, pending)}")
         self._device = device
+        self._most_pending = pending
         self._pending: deque[_Pending] = deque()
         self._under_way: dict[Event, Copy] = {}  # the copies among them, by their end
-        self._records: deque[Record] = deque(maxlen=limit)
+        self._records = _Kept(limit)
         self._layer: tuple[int | None, bool] = (None, False)
         self._graph = 0
         self._copied: dict[Direction, _Total] = {"offload": _Total(), "reload": _Total()}
         self._stalls: dict[tuple[str, int | None, bool], float] = defaultdict(float)
         self._host_waited = _Total()
         self._files_lock = threading.Lock()
-        self._files: deque[Record] = deque(maxlen=limit)
+        self._files = _Kept(limit)
         self._moved: dict[OperationKind, _Total] = {"write": _Total(), "read": _Total()}
         event = device.timed_event(device.current_stream())
         event.synchronize()
@@ -94,6 +97,7 @@ class Trace:
         nbytes, blocks: of all of them. Nothing is recorded where an exception comes out.
         """
         group = CopyGroup()
+        self._make_room()  # now: an error must not come between the copies and their end
         base, begun = self._base, self._device.timed_event(stream)
         yield group
         group.ended = self._device.timed_event(stream)
@@ -123,7 +127,7 @@ class Trace:
         record = FileMove(operation.kind, operation.nbytes)
         record.times = (operation.began - self._host_base, operation.ended - self._host_base)
         with self._files_lock:
-            self._files.append(record)
+            self._files.add(record)
             self._moved[record.kind].add(record.seconds, record.nbytes)
 
     # What it tells.
@@ -147,17 +151,24 @@ class Trace:
         """Writes a JSON file in Chrome's trace event format, which Perfetto opens."""
         self._settle_all()
         with self._files_lock:
-            records = [*self._records, *self._files]
-        Path(path).write_text(json.dumps(chrome_trace(str(self._device.torch_device), records)))
+            records = [*self._records.last, *self._files.last]
+            dropped = self._records.dropped + self._files.dropped
+        Path(path).write_text(json.dumps(chrome_trace(str(self._device.torch_device), records, dropped)))
 
     # Events become times in the order in which they were recorded.
 
     def _add(self, record: Record, stream: Stream) -> None:
+        self._make_room()
         self._put(_Pending(record, self._base, (self._device.timed_event(stream),)))
 
     def _put(self, pending: _Pending) -> None:
         self._pending.append(pending)
         while self._pending and self._pending[0].events[-1].query():
+            self._settle()
+
+    def _make_room(self) -> None:
+        while len(self._pending) >= self._most_pending:
+            self._device.wait_for(self._pending[0].events[-1])
             self._settle()
 
     def _settle_all(self) -> None:
@@ -176,7 +187,7 @@ class Trace:
 
     def _keep(self, record: Record, times: tuple[float, ...]) -> None:
         record.times = times
-        self._records.append(record)
+        self._records.add(record)
         match record:
             case Copy():
                 self._copied[record.direction].add(record.seconds, record.nbytes, record.blocks)
@@ -192,6 +203,18 @@ class CopyGroup:
 
     __slots__ = ("ended",)
     ended: Event
+
+
+class _Kept:
+    """The last records. dropped: how many there were before them."""
+
+    def __init__(self, limit: int) -> None:
+        self.last: deque[Record] = deque(maxlen=limit)
+        self.dropped = 0
+
+    def add(self, record: Record) -> None:
+        self.dropped += len(self.last) == self.last.maxlen
+        self.last.append(record)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .interrupts import uninterrupted
 from .policies import Event, LayerBegin, LayerEnd
 from .trace import Trace
 from .turn import Turn
@@ -31,6 +32,7 @@ class TracedLayers:
     def saved(self, graph: int, layer: int, nbytes: int) -> None:
         self._trace.saved(graph, layer, nbytes)
 
+    @uninterrupted
     def _backward_ends(self) -> None:
         with self._turn:
             self._trace.backward_ends()

@@ -76,7 +76,7 @@ class WantedBlocks:
             self._counters.disk_waits += not read.job.done
             with self._room.waiting():
                 read.job.wait()
-            self._spiller.collect()
+            self._spiller.end_read(read)
             error = read.job.error
             if error is not None:
                 try:

@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from tests.cli.conftest import Command
 from tests.spill.folders import HOME, leave_dead, nothing_new, tree, write
 from tests.spill.light import process
 from tiered_mem.spill.folder import SpillFolder
+
+
+def told(command: Command, *arguments: object, status: int = 0) -> dict[str, Any]:
+    """What `clean` says to programs."""
+    done = command("clean", *arguments, "--json")
+    assert (done.status, done.err) == (status, "")
+    found: dict[str, Any] = json.loads(done.out)
+    return found
 
 
 def test_a_killed_process_leaves_what_clean_removes(command: Command, tmp_path: Path) -> None:
@@ -63,3 +73,16 @@ def test_what_cannot_be_removed_is_told(command: Command, tmp_path: Path) -> Non
     (path,) = (tmp_path / HOME).iterdir()
     assert done.status == 1
     assert f"{path} stays, with 1 files of " in done.out
+
+
+def test_programs_are_told_what_went_and_what_stays(command: Command, tmp_path: Path) -> None:
+    path = leave_dead(tmp_path)
+    dead = {"path": str(path), "run": "dead", "pid": 17, "alive": False, "files": 1, "bytes": 5}
+    about = {"spill_dir": str(tmp_path), "dry_run": False, "removed": [], "left": []}
+    with nothing_new(tmp_path):
+        assert told(command, tmp_path, "--dry-run") == about | {"dry_run": True, "left": [dead]}
+    assert told(command, tmp_path) == about | {"removed": [dead]}
+    assert told(command, tmp_path) == about
+    (leave_dead(tmp_path) / "strange").mkdir()
+    found = told(command, tmp_path, status=1)
+    assert (found["removed"], [each["path"] for each in found["left"]]) == ([], [f"{path}.going"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import tiered_mem
 from tests.cli.conftest import Command
 from tests.emulator.launch import run
 from tests.spill.folders import leave_dead
@@ -18,7 +19,8 @@ from tiered_mem.cli import main
         ([], "the following arguments are required: VERB"),
         (["wash"], "argument VERB: invalid choice: 'wash'"),
         (["inspect"], "the following arguments are required: DIR"),
-        (["clean", "a", "b"], "unrecognized arguments: b"),
+        (["clean", "a", "b"], "unrecognized arguments: b; see tiered-mem clean --help"),
+        (["inspect", "a", "--dry-run"], "unrecognized arguments: --dry-run; see tiered-mem inspect --help"),
         (["probe", "--bytes", "much"], "argument --bytes: 'much' is not a size; write an int"),
         (["probe", "--bytes", "0"], "argument --bytes: a size must be at least 1 byte"),
         (["probe", "--device", "tpu"], "unknown device 'tpu'; known are npu, cuda, cpu"),
@@ -30,10 +32,6 @@ def test_a_bad_argument_is_one_line(command: Command, arguments: list[str], why:
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith(f"tiered-mem: {why}")
     assert done.err.count("\n") == 1
-
-
-def missing(path: Path) -> Path:
-    return path / "missing"
 
 
 def file(path: Path) -> Path:
@@ -63,7 +61,6 @@ def open_home(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (missing, "missing does not exist; make it first"),
         (file, "file is not a directory"),
         (link, "link is a symbolic link"),
         (open_to_all, "may be changed by everybody (mode 0777)"),
@@ -83,6 +80,33 @@ def test_a_refused_directory_is_one_line(
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("verb", "advice"),
+    [
+        (["inspect"], "so no spill files are in it; give what was a manager's spill_dir"),
+        (["clean"], "so no spill files are in it; give what was a manager's spill_dir"),
+        (["clean", "--dry-run"], "so no spill files are in it; give what was a manager's spill_dir"),
+        (["probe", "--device", "cpu"], "make it first, on a local drive"),
+    ],
+)
+def test_only_who_writes_is_told_to_make_a_directory(
+    command: Command, tmp_path: Path, verb: list[str], advice: str
+) -> None:
+    missing = tmp_path / "missing"
+    done = command(*verb, missing)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith(f"tiered-mem: {missing} does not exist")
+    assert advice in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tiered-mem {tiered_mem.__version__}\n"
+
+
 @pytest.mark.parametrize("verb", ["probe", "inspect", "clean"])
 def test_help_is_there(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -97,9 +121,10 @@ def test_signals_are_as_they_were_afterwards(command: Command, tmp_path: Path) -
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
-def test_it_runs_as_a_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["tiered_mem", "tiered_mem.cli"])
+def test_it_runs_as_a_module(tmp_path: Path, module: str) -> None:
     path = leave_dead(tmp_path)
-    arguments = ("-m", "tiered_mem.cli", "inspect", str(tmp_path))
+    arguments = ("-m", module, "inspect", str(tmp_path))
     done = run(*arguments, cwd=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (done.returncode, done.stderr) == (0, "")
     assert path.name in done.stdout

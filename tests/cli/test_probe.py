@@ -66,6 +66,21 @@ def test_more_than_the_drive_has_left_is_refused(command: Command, tmp_path: Pat
     assert done.err.endswith("left; lower --bytes, or make room\n")
 
 
+@pytest.mark.skipif(not Path("/proc").is_mount(), reason="there is no /proc")
+def test_what_holds_no_files_is_refused(command: Command) -> None:
+    done = command("probe", "/proc", *NO_LINK)
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        "tiered-mem: /proc lies on proc, which has no room for files; give a directory on a local drive\n"
+    )
+
+
+def test_low_speeds_are_not_rounded_to_nothing(command: Command, tmp_path: Path) -> None:
+    done = command("probe", tmp_path, *NO_LINK, "--bytes", "10")
+    assert (done.status, done.out.count("B/s")) == (0, 3)
+    assert " 0.00 " not in done.out
+
+
 def test_what_the_dead_have_left_goes_first(command: Command, tmp_path: Path) -> None:
     """As with every process that spills there."""
     leave_dead(tmp_path)

@@ -33,11 +33,14 @@ class MakeTiered:
         bucket_bytes: int | str = 8192,
         host_bytes: str = "64MiB",
         device: str | None = None,
+        separable: bool | None = None,
     ) -> TieredOptimizer:
         device = device or self._device
         disk = DiskTier(self._folder, capacity=64 << 20, files=DeclaredFiles()) if residency == "disk" else None
         self._managers.append(TieringManager(policy="lru", device=device, host_bytes=host_bytes, disk=disk))
-        return self.manager.register_optimizer(optimizer, bucket_bytes=bucket_bytes, residency=residency)
+        return self.manager.register_optimizer(
+            optimizer, bucket_bytes=bucket_bytes, residency=residency, separable=separable
+        )
 
     @property
     def manager(self) -> TieringManager:

@@ -147,7 +147,9 @@ class Trainee:
         folder = Path(tempfile.gettempdir())  # which the test has set
         disk = DiskTier(folder, capacity=64 << 20, files=DeclaredFiles()) if residency == "disk" else None
         self.manager = TieringManager(policy="lru", device="cpu", host_bytes="16MiB", disk=disk)
-        tiered = self.manager.register_optimizer(self.optimizer, bucket_bytes=BUCKET_BYTES, residency=residency)
+        tiered = self.manager.register_optimizer(
+            self.optimizer, bucket_bytes=BUCKET_BYTES, residency=residency, separable=True
+        )
         self.optimizer, self.offload = tiered, tiered.states.offload
 
     def train(self, steps: int = 1) -> Trainee:
@@ -287,7 +289,7 @@ def refusals(folder: Path) -> None:
     model = Trainee().model
     with TieringManager(policy="lru", device="cpu", host_bytes="16MiB") as manager:
         try:
-            manager.register_optimizer(LocalNorm(model.parameters()))
+            manager.register_optimizer(LocalNorm(model.parameters()), separable=True)
         except ValueError as error:
             expect("LocalNorm" in str(error), str(error))
         else:

@@ -158,3 +158,146 @@ class Decaying(WithRate):
                     mean.add_(param.grad)
                 param.sub_(mean, alpha=group["lr"])
         return None
+
+
+class Langevin(WithRate):
+    """Draws random numbers, from a generator of its own or from torch's. Some parameters get no state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, generator: torch.Generator | None = None) -> None:
+        super().__init__(params, lr)
+        self.generator = generator
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                mean = param.grad
+                if param.ndim != 1:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                noise = torch.randn(param.shape, generator=self.generator)
+                param.sub_(mean + noise.to(param), alpha=group["lr"])
+        return None
+
+
+class Clipped(torch.optim.AdamW):
+    """Clips by the norm of all gradients, where that is large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 10.0)
+        return super().step(closure)
+
+
+class Skipping(torch.optim.SGD):
+    """Leaves a step out where any gradient is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return super().step(closure) if all(bool(grad.isfinite().all()) for grad in grads) else None
+
+
+class Sharp(torch.optim.SGD):
+    """Looks for a step from a place nearby, for which it calls the closure twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self.state[param]["place"] = param.clone()
+                        param.add_(param.grad, alpha=0.05)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.copy_(self.state[param].pop("place"))
+        super().step()
+        return loss
+
+
+class Flat(WithRate):
+    """Keeps all means in one tensor, of which the states are views, and a state that is the parameter itself."""
+
+    flat: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self.flat is None:
+            self.flat = torch.zeros(sum(param.numel() for param in params), device=params[0].device)
+            parts = self.flat.split([param.numel() for param in params])
+            for param, part in zip(params, parts, strict=True):
+                self.state[param].update(mean=part.view_as(param), master=param.detach(), slow=param.detach() * 0)
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        self.flat.mul_(0.9).add_(torch.cat([grad.reshape(-1) for grad in grads]))
+        for param in params:
+            state = self.state[param]
+            state["slow"].lerp_(state["mean"], 0.1)
+            state["master"].sub_(state["mean"] + state["slow"], alpha=0.1)
+        return None
+
+
+class ScheduleFree(WithRate):
+    """Has a place to train at, and another to be looked at, between which it changes outside of steps."""
+
+    training = True
+
+    @torch.no_grad()
+    def switch(self, training: bool) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self.training != training and "other" in self.state[param]:
+                    kept = param.clone()
+                    param.copy_(self.state[param]["other"])
+                    self.state[param]["other"].copy_(kept)
+        self.training = training
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    other = self.state[param].setdefault("other", param.clone())
+                    param.sub_(param.grad, alpha=group["lr"])
+                    other.lerp_(param, 0.3)
+        return None
+
+
+class Around(Optimizer):
+    """Wraps another one, and has nothing itself: as what `Accelerator.prepare` returns."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)

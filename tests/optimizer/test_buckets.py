@@ -21,7 +21,7 @@ def layout(nbytes: int) -> Layout:
     if nbytes == 0:
         return Layout((), 0)
     part = Part(0, nbytes, torch.uint8, torch.Size([nbytes]), (1,))
-    return Layout((Field("moment", (part,), None, None),), part.end)
+    return Layout((Field(("moment",), (part,), None, None),), part.end)
 
 
 @given(st.lists(SMALL_AND_LARGE, max_size=30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -73,13 +74,15 @@ def test_loading_makes_good_an_interrupted_step(device: str, place: Place, make_
                 raise RuntimeError("out of luck")
             return super().step(closure)
 
-    trainee = Trainee(place, make_tiered, Failing, bucket_bytes=1).train(0, 1, 2, missing=False)
+    trainee = Trainee(place, make_tiered, Failing, bucket_bytes=1, separable=True).train(0, 1, 2, missing=False)
     saved = trainee.save()
     Failing.fails = True
-    with pytest.raises(InterruptedStep):
+    in_place = place.residency == "device-until-offload" and not place.offloaded
+    with pytest.raises(RuntimeError if in_place else InterruptedStep):
         trainee.train(3, missing=False)
     Failing.fails = False
-    with pytest.raises(InterruptedStep):
+    # With all states in place it is as without tiering: half a step was made, and nobody says so.
+    with contextlib.nullcontext() if in_place else pytest.raises(InterruptedStep):
         trainee.optimizer.state_dict()
     trainee.resume(saved).settle().train(3, 4, 5)
     expected = Trainee(None, make_tiered, "adamw").train(0, 1, 2, missing=False).train(3, 4, 5)

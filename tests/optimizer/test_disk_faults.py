@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import logging
 import shutil
 from pathlib import Path
 
@@ -193,15 +194,62 @@ def test_without_a_disk_tier(device: str) -> None:
 
 
 def test_no_host_room_for_the_slots(device: str, tmp_path: Path) -> None:
-    optimizer = OPTIMIZERS["adamw"](make_params(device, shapes=[(1024, 1024)] * 4))
-    manager = TieringManager(policy="lru", device=device, host_bytes="8MiB", spill_dir=tmp_path)
-    with (
-        manager,
-        pytest.raises(TierFull, match="stage optimizer states: raise host_bytes or lower bucket_bytes"),
-    ):
-        manager.register_optimizer(optimizer, bucket_bytes="16MiB", residency="disk")
+    """The error tells how much would have been enough, and that is true."""
+    optimizer = OPTIMIZERS["adamw"](make_params(device, shapes=[(1024, 1024)] * 2 + [(256, 256)] * 9))
+    host_bytes = 1 << 20
+    for least in (None, "the least", "one page less"):
+        manager = TieringManager(policy="lru", device=device, host_bytes=host_bytes, spill_dir=tmp_path)
+        if least == "the least":
+            with manager:
+                tiered = manager.register_optimizer(optimizer, bucket_bytes="2MiB", residency="disk")
+                assert tiered.host_bytes == host_bytes == manager.stats()["host.used.current"]
+            optimizer = OPTIMIZERS["adamw"](make_params(device, shapes=[(1024, 1024)] * 2 + [(256, 256)] * 9))
+            host_bytes -= 4096
+            continue
+        words = (
+            r"on their ways to disk and back, 2 of 8\.0 MiB and 5 of 1\.0 MiB: host_bytes=(\d+) \(21\.0 MiB\) is"
+        )
+        with manager, pytest.raises(TierFull, match=words) as caught:
+            manager.register_optimizer(optimizer, bucket_bytes="2MiB", residency="disk")
+        assert manager.stats()["host.slots"] == 0
+        host_bytes = int(str(caught.value).partition("host_bytes=")[2].partition(" ")[0])
     gc.collect()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_slots_are_told_of(device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """When an optimizer is registered, and for as long as it is."""
+    caplog.set_level(logging.INFO, "tiered_mem.optimizer")
+    params = make_params(device, shapes=SHAPES)
+    with TieringManager(policy="lru", device=device, host_bytes="8MiB", spill_dir=tmp_path) as manager:
+        tiered = manager.register_optimizer(
+            OPTIMIZERS["adamw"](params), bucket_bytes=BUCKET_BYTES, residency="disk"
+        )
+        assert tiered.host_bytes == 8 * BUCKET_BYTES // 2 == manager.stats()["host.used.current"]
+        assert "the states of AdamW pass through 128.0 KiB of host memory on their ways" in caplog.text
+        train(tiered, params, range(2))
+        assert tiered.host_bytes == 8 * BUCKET_BYTES // 2
+
+
+def test_slots_that_have_become_too_small_are_given_back(device: str, tmp_path: Path) -> None:
+    """The states of LBFGS grow, each time into larger slots."""
+    params = make_params(device, shapes=[(4096,)])
+    with TieringManager(policy="lru", device=device, host_bytes="8MiB", spill_dir=tmp_path) as manager:
+        lbfgs = torch.optim.LBFGS(params, lr=0.1, max_iter=2, history_size=8)
+        tiered = manager.register_optimizer(lbfgs, residency="disk")
+
+        def closure() -> torch.Tensor:
+            tiered.zero_grad()
+            loss = params[0].pow(4).sum()
+            loss.backward()
+            return loss.detach()
+
+        for _ in range(5):
+            tiered.step(closure)  # type: ignore[arg-type]
+            manager.synchronize()
+            assert tiered.host_bytes <= tiered.step_bytes + 4096
+            assert manager.stats()["host.used.current"] <= tiered.step_bytes + 8192
+        assert tiered.step_bytes > 10 * params[0].nbytes
 
 
 @pytest.mark.skipif(RACES, reason="it runs on the cpu, in processes of its own")

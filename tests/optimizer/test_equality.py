@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.optimizer.conftest import MakeTiered
-from tests.optimizer.training import OPTIMIZERS, Outcome, differences, make_params, outcome, train
+from tests.optimizer.training import OPTIMIZERS, Outcome, differences, give_gradients, make_params, outcome, train
 
 RESIDENCIES = ("host", "disk", "device-until-offload")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -71,6 +71,23 @@ def test_fused_sgd_with_all_gradients(fused: bool, device: str, make_tiered: Mak
         if tier:
             optimizer = make_tiered(optimizer)
         train(optimizer, params, range(20), missing=False)
+        results.append(outcome(optimizer, params))
+    assert not differences(*results)
+
+
+def test_foreach_sgd_where_some_parameters_begin_later(device: str, make_tiered: MakeTiered) -> None:
+    """Torch then multiplies their momenta one by one, which rounds otherwise in bfloat16."""
+    results = []
+    for tier in (False, True):
+        params = make_params(device, torch.bfloat16)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True)
+        if tier:
+            optimizer = make_tiered(optimizer, bucket_bytes=1)
+        for step in range(6):
+            give_gradients(params, step, missing=False)
+            if step < 4:
+                params[step].grad = None
+            optimizer.step()
         results.append(outcome(optimizer, params))
     assert not differences(*results)
 

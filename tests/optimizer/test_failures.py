@@ -91,7 +91,7 @@ def test_a_step_that_fails_in_its_first_part_may_be_tried_again(device: str, mak
 def test_a_step_that_ends_in_the_middle_says_so(victim: int, device: str, make_tiered: MakeTiered) -> None:
     params = make_params(device)
     failing = Failing(params, lr=0.1, momentum=0.9)
-    tiered = make_tiered(failing, bucket_bytes=1)
+    tiered = make_tiered(failing, bucket_bytes=1, separable=True)
     train(tiered, params, range(3), missing=False)
     saved = tiered.state_dict()
     weights = [param.detach().clone() for param in params]
@@ -124,7 +124,7 @@ def test_a_keyboard_interrupt_in_the_middle_of_a_step(device: str, make_tiered: 
             if any(param is params[2] and param.grad.sum() == 0 for param in self.param_groups[0]["params"]):
                 raise KeyboardInterrupt
 
-    tiered = make_tiered(Interrupted(params, lr=0.1, momentum=0.9), bucket_bytes=1)
+    tiered = make_tiered(Interrupted(params, lr=0.1, momentum=0.9), bucket_bytes=1, separable=True)
     train(tiered, params, range(2), missing=False)
     give_gradients(params, 2, missing=False)
     params[2].grad.zero_()

@@ -26,14 +26,21 @@ RESIDENCIES = ("host", "disk", "device-until-offload")
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("separable", [None, True])
 @pytest.mark.parametrize("kind", [MasterWeights, OutOfPlace, Growing, Noisy])
 def test_it_has_the_same_values(
-    kind: Callable[[Sequence[torch.Tensor]], Optimizer], residency: str, device: str, make_tiered: MakeTiered
+    kind: Callable[[Sequence[torch.Tensor]], Optimizer],
+    separable: bool | None,
+    residency: str,
+    device: str,
+    make_tiered: MakeTiered,
 ) -> None:
     results = []
     for tier in (False, True):
         params = make_params(device, torch.bfloat16)
-        optimizer = make_tiered(kind(params), residency=residency) if tier else kind(params)
+        optimizer = kind(params)
+        if tier:
+            optimizer = make_tiered(optimizer, residency=residency, separable=separable, bucket_bytes=1024)
         torch.manual_seed(0)
         torch.get_device_module(device).manual_seed(0)
         train(optimizer, params, range(12))
@@ -58,15 +65,15 @@ def test_what_an_optimizer_makes_later_leaves_the_device_too(device: str, make_t
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, GlobalNorm, Estimates])
-def test_one_that_needs_all_parameters_at_once_is_refused(
+def test_one_that_needs_all_parameters_at_once_is_found_out(
     kind: Callable[[Sequence[torch.Tensor]], Optimizer], device: str
 ) -> None:
     params = make_params(device)
     before = [param.detach().clone() for param in params]
     optimizer = kind(params)
     with TieringManager(policy="lru", device=device, host_bytes="16MiB") as manager:
-        with pytest.raises(ValueError, match=f"{kind.__name__} .*Leave it as it is"):
-            manager.register_optimizer(optimizer)
+        with pytest.raises(ValueError, match=f"{kind.__name__} .*without separable=True"):
+            manager.register_optimizer(optimizer, separable=True)
         assert manager.stats()["host.slots"] == 0
     assert all(torch.equal(*pair) for pair in zip(params, before, strict=True))
     assert not optimizer.state
@@ -78,7 +85,7 @@ def test_one_that_changes_states_without_gradients_is_stopped(
 ) -> None:
     """Whether or not the states came along with others: they are not taken back."""
     params = make_params(device)
-    tiered = make_tiered(Decaying(params))
+    tiered = make_tiered(Decaying(params), separable=True)
     train(tiered, params, range(1), missing=False)
     give_gradients(params, 1, missing=True)
     assert any(param.grad is None for param in params)

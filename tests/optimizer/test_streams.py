@@ -10,6 +10,7 @@ import torch
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.strange_optimizers import Growing, OutOfPlace
 from tests.optimizer.training import Outcome, differences, give_gradients, make_params, outcome
+from tests.reuse import use_free_memory
 
 SHAPES = [(32, 32), (32,), (16, 16), (32, 32), (64, 16), (8, 8)] * 2
 BUCKET_BYTES = 16 << 10
@@ -94,7 +95,9 @@ def test_backward_and_step_with_other_work_in_between(
                 side.wait_stream(module.current_stream())
                 with module.stream(side):
                     used.step()
+                given_back = use_free_memory(device)
                 module.current_stream().wait_stream(side)
+                assert given_back
             else:
                 used.step()
             used.zero_grad()

@@ -151,6 +151,28 @@ def test_parameters_that_come_and_go(device: str, make_tiered: MakeTiered) -> No
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
+def test_the_parameter_whose_gradient_is_waited_for_is_frozen(device: str, make_tiered: MakeTiered) -> None:
+    """It is the one from which is known that backward ends."""
+    results = []
+    for tiered in (False, True):
+        params = make_params(device)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(params)
+        if tiered:
+            optimizer = make_tiered(optimizer)
+        for step in range(6):
+            if step == 2:
+                for param in params[1:]:
+                    param.requires_grad_(False)
+            optimizer.zero_grad()
+            sum((param.square().sum() for param in params), torch.zeros((), device=device)).backward()
+            optimizer.step()
+            if step == 3:
+                params[0].requires_grad_(False)
+                params[1].requires_grad_(True)
+        results.append(outcome(optimizer, params))
+    assert not differences(*results)
+
+
 def test_tied_parameters_and_empty_ones(device: str, make_tiered: MakeTiered) -> None:
     results = []
     for tiered in (False, True):

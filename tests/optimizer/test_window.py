@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.optimizer.conftest import MakeTiered
-from tests.optimizer.training import give_gradients, make_params
+from tests.optimizer.training import differences, give_gradients, make_params, outcome
 from tiered_mem.optimizer.ring import Range, Ring
 
 KIB = 1024
@@ -40,6 +40,26 @@ def test_a_step_takes_two_buckets_and_the_largest_state(
         assert module.memory_allocated() == before
         if sum(states) > 2 * bound and step:
             assert peak < sum(states)
+
+
+def test_what_came_early_and_has_no_gradient_makes_room(device: str, make_tiered: MakeTiered) -> None:
+    """It would be in the way of the buckets that are stepped, which need the whole window."""
+    results = []
+    for tier in (False, True):
+        params = make_params(device, shapes=[(64, 64)] * 12)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(params)
+        if tier:
+            optimizer = make_tiered(optimizer, bucket_bytes=64 * KIB)
+        for step in range(3):
+            give_gradients(params, step, missing=False)
+            if step:
+                params[0].grad = None
+            if tier and step:
+                states = optimizer.states  # type: ignore[attr-defined]
+                states._pipeline.prefetch(states.buckets[0], states._window_bytes())
+            optimizer.step()
+        results.append(outcome(optimizer, params))
+    assert not differences(*results)
 
 
 def test_the_first_bucket_comes_while_backward_ends(device: str, make_tiered: MakeTiered) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contracts import check_policy, policy_histories
+from tests.policies.contract import check_policy, policy_histories
 from tests.policies.events import backward, begin_backward, forward, tell
 from tests.policies.places import Places
 from tiered_mem.policies import (

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.contracts import check_policy
+from tests.policies.contract import check_policy
 from tests.policies.events import backward, forward, tell
 from tiered_mem.policies import ManualPolicy
 

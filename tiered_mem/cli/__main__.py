@@ -1,4 +1,4 @@
-"""python -m tiered_mem.cli"""
+"""python -m tiered_mem.cli: the command `tiered-mem`."""
 
 import sys
 

@@ -12,31 +12,46 @@ from pathlib import Path
 
 from ..sizes import format_bytes
 from ..spill.folder import Owned, owners, sweep
-from .folders import ask
-from .output import console, plain, table
+from .folders import described, look_into
+from .output import console, plain, table, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="what spill_dir was when the files were written")
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
 
 
 def run(options: argparse.Namespace) -> int:
-    found = ask(_dead, options.dir) if options.dry_run else ask(sweep, options.dir)
+    removed = [] if options.dry_run else look_into(sweep, options.dir)
+    left = look_into(_dead, options.dir)
+    if options.json:
+        write_json(
+            {
+                "spill_dir": str(options.dir),
+                "dry_run": options.dry_run,
+                "removed": [described(each) for each in removed],
+                "left": [described(each) for each in left],
+            }
+        )
+    else:
+        _show(options.dir, removed, left, dry_run=options.dry_run)
+    return 1 if left and not options.dry_run else 0
+
+
+def _show(spill_dir: Path, removed: Sequence[Owned], left: Sequence[Owned], *, dry_run: bool) -> None:
     screen = console()
+    found = left if dry_run else removed
     if found:
         columns = {"folder": False, "run": False, "process": True, "files": True, "bytes": True}
         rows = [(each.path, each.run, each.pid, each.files, format_bytes(each.nbytes)) for each in found]
-        screen.print(table("would be removed" if options.dry_run else "removed", columns, rows))
-    else:
-        screen.print(f"no dead process has left files in {plain(str(options.dir))}")
-    if options.dry_run:
-        return 0
-    left = ask(_dead, options.dir)
-    for each in left:  # why was logged
-        screen.print(plain(f"{each.path} stays, with {each.files} files of {format_bytes(each.nbytes)}"))
-    return 1 if left else 0
+        screen.print(table("would be removed" if dry_run else "removed", columns, rows))
+    elif not left:
+        screen.print(f"no dead process has left files in {plain(str(spill_dir))}")
+    if not dry_run:
+        for each in left:  # why was logged
+            screen.print(plain(f"{each.path} stays, with {each.files} files of {format_bytes(each.nbytes)}"))
 
 
-def _dead(spill_dir: Path) -> Sequence[Owned]:
+def _dead(spill_dir: Path) -> list[Owned]:
     return [each for each in owners(spill_dir) if not each.alive]

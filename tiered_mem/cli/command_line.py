@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from .. import __version__
 from ..errors import TieredMemError
 from . import clean, inspect, probe
 from .output import plain
@@ -26,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         with _files_removed_at_the_end():
-            options = _parser().parse_args(arguments)
+            options, unknown = _parser().parse_known_args(arguments)
+            if unknown:
+                options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
             status: int = options.run(options)
             return status
     except KeyboardInterrupt:
@@ -46,13 +49,14 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tiered-mem", description="Looks at what tiered_mem runs on, and at its spill files.")
+    parser.add_argument("--version", action="version", version=f"tiered-mem {__version__}")
     verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
     for name, verb in _VERBS.items():
         about = verb.__doc__ or ""
         style = argparse.RawDescriptionHelpFormatter
         one = verbs.add_parser(name, help=about.splitlines()[0], description=about, formatter_class=style)
         verb.add_arguments(one)
-        one.set_defaults(run=verb.run)
+        one.set_defaults(run=verb.run, parser=one)
     return parser
 
 

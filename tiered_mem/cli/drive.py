@@ -60,6 +60,10 @@ def measure_drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Dr
     ask(owners, path)  # says what is wrong with it
     filesystem = filesystem_of(path)
     found = os.statvfs(path)
+    if found.f_blocks == 0:
+        raise ValueError(
+            f"{path} lies on {filesystem.name}, which has no room for files; give a directory on a local drive"
+        )
     free = found.f_bavail * found.f_frsize
     record = min(_RECORD_BYTES, round_up(nbytes))
     count = -(-nbytes // record)

@@ -35,6 +35,18 @@ def others(spill_dir: Path) -> list[Other]:
     return []
 
 
+def look_into(about: Callable[[Path], _T], spill_dir: Path) -> _T:
+    """`ask` for who writes nothing: a directory that is not there need not be made."""
+    with contextlib.suppress(PermissionError, NotADirectoryError):  # which `ask` puts in words
+        try:
+            spill_dir.lstat()
+        except FileNotFoundError:
+            raise SpillDirRefused(
+                f"{spill_dir} does not exist, so no spill files are in it; give what was a manager's spill_dir"
+            ) from None
+    return ask(about, spill_dir)
+
+
 def ask(about: Callable[[Path], _T], spill_dir: Path) -> _T:
     """Calls `owners` or `sweep`. Raises SpillDirRefused, also for what is no spill_dir but lies in one."""
     match = _HOME.fullmatch(spill_dir.absolute().name)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..sizes import format_bytes
 from ..spill.folder import Owned, owners
-from .folders import Other, ask, described, others
+from .folders import Other, described, look_into, others
 from .output import byte_bar, console, plain, table, write_json
 from .records import Found, files_of, look
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    owned = ask(owners, options.dir)
+    owned = look_into(owners, options.dir)
     with byte_bar() as bar:
         task = bar.add_task("verifying", total=sum(each.nbytes for each in owned), visible=options.verify)
         seen = [_seen(each, options.verify, lambda nbytes: bar.advance(task, nbytes)) for each in owned]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..device import Device, Stream
+from ..device import Device, Stream, default_device
+from ..errors import DeviceUnavailable
 from ..pinned import chosen_pool
 from ..tiers import bytes_of, is_pinned
 
@@ -35,6 +36,20 @@ class Link:
     to_device: float
     from_device: float
     both: float
+
+
+def link_to(asked: str | None) -> tuple[Link | None, str]:
+    """The link to the device that was asked for, or to torch's; where none was measured, why not.
+
+    Raises ValueError for a kind that is not known and DeviceUnavailable for a device that was asked for.
+    """
+    device, why = _device(asked)
+    if device is None:
+        return None, why
+    try:
+        return measure_link(device), ""
+    except torch.OutOfMemoryError as error:
+        return None, f"the device has no 128 MiB left: {error}".splitlines()[0]
 
 
 def measure_link(device: Device) -> Link:
@@ -65,6 +80,18 @@ def measure_link(device: Device) -> Link:
         )
         pool.deallocate(region)
     return link
+
+
+def _device(asked: str | None) -> tuple[Device | None, str]:
+    if asked is not None:
+        device = Device(asked)
+        return (None, "it was not asked for") if device.kind == "cpu" else (device, "")
+    if not torch.accelerator.is_available():
+        return None, "torch finds no accelerator here"
+    try:
+        return Device(default_device()), ""
+    except (DeviceUnavailable, ValueError) as error:
+        return None, str(error)
 
 
 @dataclass(frozen=True, slots=True)

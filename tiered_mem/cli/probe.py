@@ -2,7 +2,7 @@
 
 Copies between the device, where there is one, and pinned host memory. Then writes and reads records of the disk
 tier in DIR, several times. Nothing stays behind. As every process that starts to spill in DIR, it removes what this
-user's dead processes have left there.
+user's dead processes have left there. The exit status is 1 if a backend that `import torch` loads does not load.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import dataclasses
 import mmap
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 
-from ..device import Device, default_device
-from ..errors import DeviceUnavailable
 from ..sizes import format_bytes, parse_bytes
+from .backends import import_torch
 from .drive import ROUNDS, Drive, measure_drive
-from .link import Link, measure_link
-from .output import byte_bar, console, table, write_json
+from .output import byte_bar, console, plain, table, write_json
 
+if TYPE_CHECKING:
+    from .link import Link
+
+_WITHOUT = "So `import torch` fails here, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set"
 _COLUMNS = {"": False, "what was found": False}
 
 
@@ -39,22 +41,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     path = Path(tempfile.gettempdir()) if options.dir is None else options.dir
-    device, why = _device(options.device)
-    link = None
-    if device is not None:
-        try:
-            link = measure_link(device)
-        except torch.OutOfMemoryError as error:
-            why = f"the device has no 128 MiB left: {error}".splitlines()[0]
+    link, why, broken = _link(options.device)
     with byte_bar() as bar:
         task = bar.add_task(f"writing and reading in {path}", total=2 * ROUNDS * options.bytes)
         drive = measure_drive(path, options.bytes, lambda nbytes: bar.advance(task, nbytes))
     if options.json:
         found = dataclasses.asdict(drive) | {"path": str(path), "bytes": options.bytes}
-        write_json({"link": {"problem": why} if link is None else dataclasses.asdict(link), "drive": found})
+        write_json(
+            {
+                "link": {"problem": why} if link is None else dataclasses.asdict(link),
+                "broken_backends": broken,
+                "drive": found,
+            }
+        )
     else:
-        _show(link, why, drive, options.bytes, console())
-    return 0
+        screen = console()
+        for name, problem in broken.items():
+            screen.print(plain(f"torch's backend {name} does not load: {problem}. {_WITHOUT}"), soft_wrap=True)
+        _show(link, why, drive, options.bytes, screen)
+    return 1 if broken else 0
+
+
+def _link(asked: str | None) -> tuple[Link | None, str, dict[str, str]]:
+    """The link; where none was measured, why not; and why each backend of torch's that does not load does not."""
+    if asked == "cpu":
+        return None, "it was not asked for", {}
+    broken = import_torch()
+    from .link import link_to  # it needs torch, which nothing else of the command line does
+
+    return *link_to(asked), broken
 
 
 def _size(text: str) -> int:
@@ -62,20 +77,6 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _device(asked: str | None) -> tuple[Device | None, str]:
-    """The device; where there is none, why not."""
-    if asked is not None:
-        device = Device(asked)
-        return (None, "it was not asked for") if device.kind == "cpu" else (device, "")
-    kind = default_device()
-    if kind == "cpu":
-        return None, "torch has no accelerator here"
-    try:
-        return Device(kind), ""
-    except (DeviceUnavailable, ValueError) as error:
-        return None, str(error)
 
 
 def _show(link: Link | None, why: str, drive: Drive, nbytes: int, screen: Console) -> None:
@@ -109,4 +110,4 @@ def _show(link: Link | None, why: str, drive: Drive, nbytes: int, screen: Consol
 
 
 def _speed(speed: float) -> str:
-    return f"{speed:.2f} GB/s"
+    return f"{speed:.2f} GB/s" if speed >= 0.1 else f"{1e3 * speed:.3g} MB/s"

@@ -13,6 +13,7 @@ from ..activations import Activations
 from ..device import default_device
 from ..forward_pass import ForwardPass
 from ..host_budget import HostBytes
+from ..interrupts import uninterrupted
 from ..manager import TieringManager
 from ..movable import Movable
 from ..parts import take_apart
@@ -55,7 +56,7 @@ class OffloadableLayerState:
             host_bytes=host_bytes,
             transfer_stream=offload_stream,
         )
-        self._movable = Movable(self.manager.device, (), min_elements=MIN_ELEMENTS)
+        self._movable = Movable(self.manager.device, (), self.manager.stayed(), min_elements=MIN_ELEMENTS)
         self._tensors = PushedTensors()
         self._moves = LayerMoves(self.manager.activations)
         self._forward: ForwardPass | None = None
@@ -65,6 +66,7 @@ class OffloadableLayerState:
         """not_offloaded, offload_started, offload_finished or reload_started."""
         return self._moves.state
 
+    @uninterrupted
     def push_tensor(self, tensor: torch.Tensor) -> Pushed:
         """Takes a tensor over. It stays usable."""
         self._moves.require("push_tensor", "not_offloaded")
@@ -73,14 +75,17 @@ class OffloadableLayerState:
             self._forward.begin_layer()
         return self._tensors.push(self._forward, 0, tensor)
 
+    @uninterrupted
     def start_offload(self) -> None:
         """Starts to copy to the host what was pushed."""
         self._moves.start_offload(self._keys())
 
+    @uninterrupted
     def release_activation_forward_gpu_memory(self) -> None:
         """Gives up the device memory; what is issued on the current stream from now on comes after the copies."""
         self._moves.release(self._keys())
 
+    @uninterrupted
     def start_reload(self) -> None:
         """Starts to copy back to the device."""
         self._moves.start_reload(self._keys())
@@ -90,6 +95,7 @@ class OffloadableLayerState:
         self._moves.require("pop_tensor", "not_offloaded", "reload_started")
         return self._tensors.pop(pushed)
 
+    @uninterrupted
     def release_all_memory(self) -> None:
         """Lets go of all that was pushed, in any state."""
         self._tensors.drop_all()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..host_budget import HostBytes
+from ..interrupts import uninterrupted
 from ..layer_context import LayerSequence
 from ..manager import TieringManager
 from ..movable import Movable
@@ -46,12 +47,13 @@ class OffloadSynchronizer:
             host_bytes=host_bytes,
             transfer_stream=offload_stream,
         )
-        movable = Movable(self.manager.device, (), min_elements=MIN_ELEMENTS)
+        movable = Movable(self.manager.device, (), self.manager.stayed(), min_elements=MIN_ELEMENTS)
         self.sequence = LayerSequence(self.manager.activations, movable, num_layers, variable_depth=variable_depth)
         self._tensors = PushedTensors()
         self._graph: int | None = None
         self._backward_of: int | None = None
 
+    @uninterrupted
     def fwd_step(self) -> int:
         """A layer's forward begins. Returns its number. With a new iteration all that was pushed is let go of."""
         self.sequence.end()
@@ -61,6 +63,7 @@ class OffloadSynchronizer:
             self._tensors.drop_all()
         return layer
 
+    @uninterrupted
     def bwd_step(self, layer_num: int) -> None:
         """A layer's backward begins. What was pushed by the one before is let go of."""
         self.finish_part_of_bwd()
@@ -68,12 +71,14 @@ class OffloadSynchronizer:
         self._backward_of = layer_num
         self.sequence.forward.begin_backward(layer_num)
 
+    @uninterrupted
     def finish_part_of_bwd(self) -> None:
         """A backward is through: lets go of what the layer that it reached last had pushed."""
         if self._backward_of is not None:
             self._tensors.drop(self._backward_of)
         self._backward_of = None
 
+    @uninterrupted
     def push_tensor(self, tensor: torch.Tensor) -> Pushed:
         """Saves a tensor for the layer whose forward runs. RuntimeError before the first fwd_step."""
         layer = self.sequence.layer
@@ -175,14 +180,17 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
         )
         self._moves: dict[tuple[int, int], LayerMoves] = {}
 
+    @uninterrupted
     def start_offload_layer(self, layer_id: int) -> None:
         """Starts to copy the layer's tensors to the host."""
         self._moves_of(layer_id).start_offload(self.sequence.forward.keys[layer_id])
 
+    @uninterrupted
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
         """Gives up their device memory; what is issued on the current stream from now on comes after the copies."""
         self._moves_of(layer_id).release(self.sequence.forward.keys[layer_id])
 
+    @uninterrupted
     def start_reload_layer(self, layer_id: int) -> None:
         """Starts to copy them back to the device."""
         self._moves_of(layer_id).start_reload(self.sequence.forward.keys[layer_id])

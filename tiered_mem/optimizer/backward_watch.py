@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from torch.utils.hooks import RemovableHandle
 
+from ..interrupts import uninterrupted
 from .partial_step import Param
 
 # The share of the parameters that may still be without a gradient.
@@ -34,7 +35,7 @@ class BackwardWatch:
         learned, self._order = self._order, []
         if not self._called:
             self._awaited = self._choose(learned)
-            self._watch([param for param in params if param.is_leaf and param.requires_grad])
+            self._watch(params if self._awaited is None else [self._awaited[0]])
         self._called = False
         self._count = 0
 
@@ -52,8 +53,6 @@ class BackwardWatch:
     def _watch(self, params: Iterable[Param]) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._awaited is not None:
-            params = [self._awaited[0]]
         me = weakref.ref(self)
 
         def gradient_is_there(param: Param) -> None:
@@ -63,9 +62,12 @@ class BackwardWatch:
 
         self._handles = []
         for param in params:
+            if not (param.is_leaf and param.requires_grad):
+                continue  # it may have been frozen since
             handle = param.register_post_accumulate_grad_hook(gradient_is_there)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
+    @uninterrupted
     def _note(self, param: Param) -> None:
         if self._awaited is None:
             self._order.append(param)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..device import Device, Stream
+from ..device import Stream
 from ..tiers import DeviceSlot, HostSlot
-from .layout import Field, Layout, as_bytes, fields_of, movable_parts
+from .layout import Field, Layout, Movable, as_bytes, fields_of
+from .leaves import Path, leaf_at, leaves, put_leaf
 from .partial_step import Param, State
 from .residence import Residence
 from .snapshot import on_cpu
@@ -39,20 +40,20 @@ class Bucket:
         self.states: dict[Param, State] = {}
         self.residence: Residence | None = None
         self._flat: torch.Tensor | None = None
-        self._views: dict[tuple[Param, object], torch.Tensor] = {}
+        self._views: dict[tuple[Param, Path], torch.Tensor] = {}
 
     def away(self, params: Iterable[Param] | None = None) -> bool:
         """Whether anything of these parameters' states is away; of any, by default."""
         return any(
             isinstance(value, Away)
             for param in (self.params if params is None else params)
-            for value in self.states.get(param, {}).values()
+            for _, value in leaves(self.states.get(param, {}))
         )
 
     def here(self) -> bool:
         """Whether anything that could move is on the device."""
         return any(
-            isinstance(self.states.get(param, {}).get(field.key), torch.Tensor)
+            isinstance(leaf_at(self.states.get(param), field.path), torch.Tensor)
             for param, fields in self.fields.items()
             for field in fields
         )
@@ -64,37 +65,54 @@ class Bucket:
             for param in self.params
             if param in params and param in self.states
             for field in self.fields.get(param, ())
-            if isinstance(self.states[param].get(field.key), Away)
+            if isinstance(leaf_at(self.states[param], field.path), Away)
         )
+
+    @property
+    def flat(self) -> torch.Tensor | None:
+        """The bytes on the device, while they are there."""
+        return self._flat
 
     def arrive(self, params: Iterable[Param], flat: torch.Tensor) -> None:
         """The bytes of what was away of these parameters are in `flat`: their states are views of it."""
         self._flat = flat
         for param in params:
-            state = self.states.get(param, {})
+            state = self.states.get(param)
             for field in self.fields.get(param, ()):
-                if isinstance(state.get(field.key), Away):
-                    state[field.key] = self._views[param, field.key] = field.of(flat)
+                if isinstance(leaf_at(state, field.path), Away):
+                    view = self._views[param, field.path] = field.of(flat)
+                    put_leaf(state, field.path, view)
 
-    def fits(self, device: Device) -> bool:
-        """Whether the states that are on the device are as `fields` says. An optimizer may change their shapes."""
-        views = set(map(id, self._views.values()))
+    def fits(self, movable: Movable, *, every: bool = False) -> bool:
+        """Whether the states that are on the device are as `fields` says. An optimizer may change their shapes.
+
+        every: look at those, too, that are still what came.
+        """
         return all(
-            _fits([(key, value) for key, value in state.items() if id(value) not in views], fields, device)
+            _fits(
+                (
+                    (path, value)
+                    for path, value in leaves(state)
+                    if every or value is not self._views.get((param, path))
+                ),
+                self.fields.get(param, ()),
+                movable,
+            )
             for param, state in self.states.items()
-            for fields in [self.fields.get(param, ())]
         )
 
-    def lay_out(self, device: Device) -> None:
+    def lay_out(self, movable: Movable) -> None:
         """Finds a new place in the bucket for all tensors, which are on the device, in memory of their own then."""
-        for (param, key), view in self._views.items():
-            if self.states.get(param, {}).get(key) is view:
-                self.states[param][key] = view.clone()
+        ours = set(map(id, self._views.values()))
+        for state in self.states.values():
+            for path, value in leaves(state):
+                if id(value) in ours:
+                    put_leaf(state, path, value.clone())
         self.forget_flat()
         end = 0
         self.fields = {}
         for param in self.params:
-            fields = fields_of(self.states.get(param, {}), device, end)
+            fields = fields_of(self.states.get(param, {}), movable, end)
             if fields:
                 self.fields[param] = fields
                 end = fields[-1].parts[-1].end
@@ -105,13 +123,13 @@ class Bucket:
 
         cpu: the bucket's bytes, if anything is away.
         """
-        fields = {field.key: field for field in self.fields.get(param, ())}
-        return {
-            key: fields[key].of(cpu).clone() if isinstance(value, Away) and cpu is not None else on_cpu(value)
-            for key, value in self.states[param].items()
-        }
+        copied: State = on_cpu(self.states[param])
+        for field in self.fields.get(param, ()):
+            if cpu is not None and isinstance(leaf_at(copied, field.path), Away):
+                put_leaf(copied, field.path, field.of(cpu).clone())
+        return copied
 
-    def leave(self, host: HostSlot, stream: Stream, changed: Set[Param], device: Device) -> Leaving:
+    def leave(self, host: HostSlot, stream: Stream, changed: Set[Param], movable: Movable) -> Leaving:
         """What has to be copied to the host, so that no tensor of these states is needed on the device.
 
         Afterwards all are away. What came to `flat` and is not of a parameter in `changed` is not copied back.
@@ -121,21 +139,21 @@ class Bucket:
         in_place: list[tuple[int, int]] = []
         strangers: list[torch.Tensor] = []
         for param in self.params:
-            state = self.states.get(param, {})
+            state = self.states.get(param)
             for field in self.fields.get(param, ()):
-                value = state.get(field.key)
+                value = leaf_at(state, field.path)
                 if not isinstance(value, torch.Tensor):
                     continue
-                if value is self._views.get((param, field.key)):
+                if value is self._views.get((param, field.path)):
                     if param in changed:
                         in_place.append((field.parts[0].offset, field.parts[-1].end))
                     continue
-                pieces = movable_parts(value, device)
+                pieces = movable(value)
                 for part, tensor in zip(field.parts, pieces.tensors if pieces else (), strict=True):
                     to = HostSlot(host.tensor[part.offset : part.offset + part.nbytes], host.lease)
                     moves.append((DeviceSlot(as_bytes(tensor), stream), to))
                 strangers.append(value)
-                state[field.key] = Away()
+                put_leaf(state, field.path, Away())
         for start, end in _joined(in_place):
             to = HostSlot(host.tensor[start:end], host.lease)
             moves.append((DeviceSlot(self._window()[start:end], stream), to))
@@ -144,9 +162,9 @@ class Bucket:
 
     def forget_flat(self) -> None:
         """The device's copy of the bytes is given up. What is a view of it is away again."""
-        for (param, key), view in self._views.items():
-            if self.states.get(param, {}).get(key) is view:
-                self.states[param][key] = Away()
+        for (param, path), view in self._views.items():
+            if leaf_at(self.states.get(param), path) is view:
+                put_leaf(self.states[param], path, Away())
         self._views.clear()
         self._flat = None
 
@@ -166,18 +184,33 @@ class Leaving(NamedTuple):
     strangers: list[torch.Tensor]
 
 
-def pack(params: Iterable[tuple[Param, Layout]], limit: int) -> list[Bucket]:
+def pack(params: Iterable[tuple[Param, Layout]], limit: int, *, in_order: bool = False) -> list[Bucket]:
     """Buckets for parameters and states of these layouts, of at most `limit` bytes unless one alone is larger.
 
     Each goes to the first bucket that has room, as the small ones between large ones would make many small buckets.
-    Parameters whose state has nothing that moves are in a bucket of 0 bytes, if any.
+    Parameters whose state has nothing that moves are in a bucket of 0 bytes, if any. in_order: all parameters stay
+    in the order in which they are given, whatever room is lost.
     """
+    contents = _in_order(params, limit) if in_order else _first_fit(params, limit)
+    return [Bucket(content.params, content.fields) for content in contents]
+
+
+def _in_order(params: Iterable[tuple[Param, Layout]], limit: int) -> list[_Content]:
+    contents: list[_Content] = []
+    for param, layout in params:
+        if not contents or (layout.room and contents[-1].used and contents[-1].used + layout.room > limit):
+            contents.append(_Content())
+        contents[-1].add(param, layout)
+    return contents
+
+
+def _first_fit(params: Iterable[tuple[Param, Layout]], limit: int) -> list[_Content]:
     contents: list[_Content] = []
     open_ones: list[_Content] = []
-    still: list[Param] = []
+    still = _Content()
     for param, layout in params:
         if not layout.room:
-            still.append(param)
+            still.add(param, layout)
             continue
         content = next((each for each in open_ones if each.used + layout.room <= limit), None)
         if content is None:
@@ -187,10 +220,7 @@ def pack(params: Iterable[tuple[Param, Layout]], limit: int) -> list[Bucket]:
         content.add(param, layout)
         if content.used >= limit:
             open_ones.remove(content)
-    buckets = [Bucket(content.params, content.fields) for content in contents]
-    if still:
-        buckets.append(Bucket(still, {}))
-    return buckets
+    return [*contents, still] if still.params else contents
 
 
 class _Content:
@@ -210,19 +240,19 @@ class _Content:
             self._end = self.fields[param][-1].parts[-1].end
 
 
-def _fits(values: Iterable[tuple[object, object]], fields: Sequence[Field], device: Device) -> bool:
-    known = {field.key: field for field in fields}
-    for key, value in values:
+def _fits(values: Iterable[tuple[Path, object]], fields: Sequence[Field], movable: Movable) -> bool:
+    known = {field.path: field for field in fields}
+    for path, value in values:
         if isinstance(value, Away):
             continue
-        pieces = movable_parts(value, device)
+        pieces = movable(value)
         if pieces is None:
-            if key in known and isinstance(value, torch.Tensor):
+            if path in known and isinstance(value, torch.Tensor):
                 return False
             continue
-        if key not in known or pieces.kind != known[key].kind or len(pieces.tensors) != len(known[key].parts):
+        if path not in known or pieces.kind != known[path].kind or len(pieces.tensors) != len(known[path].parts):
             return False
-        for tensor, part in zip(pieces.tensors, known[key].parts, strict=True):
+        for tensor, part in zip(pieces.tensors, known[path].parts, strict=True):
             if (tensor.dtype, tensor.shape, tensor.stride()) != (part.dtype, part.shape, part.stride):
                 return False
     return True

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from ..device import Device
+from ..device import Device, Stream
 from ..errors import TierFull
 from ..sizes import format_bytes
 from ..tiers import DeviceSlot
-from ..transfer import TransferEngine
+from ..transfer import Ticket, TransferEngine
 from .bucket import Bucket, Leaving
+from .layout import Movable
+from .pipeline import AHEAD
 from .residence import Exclusive
 from .residences import Residences
 
@@ -23,9 +26,15 @@ class BucketMover:
     """Finds residences for buckets, sends them there and brings them back."""
 
     def __init__(
-        self, device: Device, engine: TransferEngine, exclusive: Exclusive, residences: Residences
+        self,
+        device: Device,
+        engine: TransferEngine,
+        exclusive: Exclusive,
+        residences: Residences,
+        movable: Movable,
     ) -> None:
         self._device = device
+        self._movable = movable
         self._engine = engine
         self._exclusive = exclusive
         self._residences = residences
@@ -40,20 +49,42 @@ class BucketMover:
     def send_away(self, buckets: Sequence[Bucket]) -> None:
         """Copies to the residences what is on the device, and waits for that."""
         stream = self._device.current_stream()
-        reading: list[Leaving] = []  # keeps alive what is read
-        last = None
+        sent = [each for bucket in buckets if (each := self._send(bucket, stream)) is not None]
+        if sent:
+            sent[-1].copied.wait()
+
+    def send_after_step(self, buckets: Sequence[Bucket], name: str) -> None:
+        """Copies to the residences what is on the device, and has the current stream wait for that.
+
+        What there is no room for stays on the device, for the step is done. name: of the optimizer.
+        """
+        stream = self._device.current_stream()
         for bucket in buckets:
-            residence = bucket.residence
-            if residence is None or not bucket.here():
+            try:
+                sent = self._send(bucket, stream)
+            except TierFull as error:
+                _log.warning(
+                    "%s of states of %s stay on the device: %s", format_bytes(bucket.nbytes), name, str(error)
+                )
                 continue
-            host = residence.take(blank=not bucket.away())
-            leaving = bucket.leave(host, stream, set(bucket.params), self._device)
+            if sent is not None:
+                sent.copied.hold(stream)
+                del sent  # its memory is free for what comes next on the stream
+            self._residences.progress()
+
+    def _send(self, bucket: Bucket, stream: Stream) -> _Sent | None:
+        residence = bucket.residence
+        if residence is None or not bucket.here():
+            return None
+        host = residence.take(blank=not bucket.away())
+        copied = None
+        try:
+            leaving = bucket.leave(host, stream, set(bucket.params), self._movable)
             with self._exclusive:
-                last = self._engine.offload(leaving.moves)
-            residence.leave(last)
-            reading.append(leaving)
-        if last is not None:
-            last.wait()
+                copied = self._engine.offload(leaving.moves)
+        finally:
+            residence.leave(copied)
+        return _Sent(copied, leaving)
 
     def bring_back(self, buckets: Sequence[Bucket]) -> None:
         """Copies to the device what is away. All or nothing: raises torch.OutOfMemoryError."""
@@ -63,13 +94,20 @@ class BucketMover:
             for bucket in buckets
             if bucket.away()
         }
-        for bucket, flat in flats.items():
+        order = list(flats)
+        for index, (bucket, flat) in enumerate(flats.items()):
             if (residence := bucket.residence) is None:
                 continue
+            for ahead in order[index + 1 : index + 1 + AHEAD]:
+                if ahead.residence is not None:
+                    ahead.residence.fetch()
             host = residence.take(blank=False)
-            with self._exclusive:
-                (came,) = self._engine.reload([(host, DeviceSlot(flat, stream), residence.ticket)])
-            residence.leave(None, came)
+            came = None
+            try:
+                with self._exclusive:
+                    (came,) = self._engine.reload([(host, DeviceSlot(flat, stream), residence.ticket)])
+            finally:
+                residence.leave(None, came)
             came.hold(stream)
             bucket.arrive(bucket.params, flat)
 
@@ -82,7 +120,7 @@ class BucketMover:
         old, bucket.residence = bucket.residence, None
         if old is not None and bucket.away():
             bucket.arrive(bucket.params, old.copy_out().to(self._device.torch_device))
-        bucket.lay_out(self._device)
+        bucket.lay_out(self._movable)
         if old is not None:
             old.release()
         try:
@@ -94,3 +132,10 @@ class BucketMover:
             )
             return False
         return True
+
+
+class _Sent(NamedTuple):
+    """A bucket on its way to the host. leaving: is read until it is `copied`."""
+
+    copied: Ticket
+    leaving: Leaving

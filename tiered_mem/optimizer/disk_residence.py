@@ -24,6 +24,14 @@ class DiskResidence:
         self._home = Home(name, nbytes)
 
     @property
+    def staging(self) -> Staging:
+        return self._staging
+
+    @property
+    def released(self) -> bool:
+        return self._home.released
+
+    @property
     def nbytes(self) -> int:
         return self._home.nbytes
 

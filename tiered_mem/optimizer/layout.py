@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..device import Device
 from ..parts import Rebuild, take_apart
+from .leaves import Path, leaves
 from .sharding import largest_share, local_shape, spread_of
 
 # The caching allocators hand out memory at such addresses, and kernels may rely on it.
@@ -18,11 +19,11 @@ _ALIGNMENT = 512
 class Field(NamedTuple):
     """One tensor of a state, plain or a wrapper, as a DTensor is.
 
-    key: its name in the state. parts: the plain tensors that it consists of. rebuild: makes a wrapper of them; None
-    for a plain tensor. kind: differs between wrappers that `rebuild` does not make of one another's parts.
+    path: where it is in the state. parts: the plain tensors that it consists of. rebuild: makes a wrapper of them;
+    None for a plain tensor. kind: differs between wrappers that `rebuild` does not make of one another's parts.
     """
 
-    key: Hashable
+    path: Path
     parts: tuple[Part, ...]
     rebuild: Rebuild | None
     kind: object
@@ -55,18 +56,18 @@ class Part(NamedTuple):
         return self.offset + _padded(self.nbytes)
 
 
-def fields_of(state: Mapping[Any, Any], device: Device, start: int) -> tuple[Field, ...]:
+def fields_of(state: Mapping[Any, Any], movable: Movable, start: int) -> tuple[Field, ...]:
     """Where the tensors of a state that can move are to lie, from byte `start` on."""
     fields = []
-    for key, value in state.items():
-        pieces = movable_parts(value, device)
+    for path, value in leaves(state):
+        pieces = movable(value)
         if pieces is None:
             continue
         parts = []
         for piece in pieces.tensors:
             parts.append(Part(start, piece.nbytes, piece.dtype, piece.shape, piece.stride()))
             start = parts[-1].end
-        fields.append(Field(key, tuple(parts), pieces.rebuild, pieces.kind))
+        fields.append(Field(path, tuple(parts), pieces.rebuild, pieces.kind))
     return tuple(fields)
 
 
@@ -77,10 +78,10 @@ class Layout(NamedTuple):
     room: int
 
 
-def layout_of(param: torch.Tensor, state: Mapping[Any, Any], device: Device) -> Layout:
+def layout_of(param: torch.Tensor, state: Mapping[Any, Any], movable: Movable) -> Layout:
     """That of a state. Keeps none of its tensors."""
-    fields = fields_of(state, device, 0)
-    return Layout(fields, _room_for(param, state, fields, device))
+    fields = fields_of(state, movable, 0)
+    return Layout(fields, _room_for(param, state, fields, movable.device))
 
 
 def _room_for(param: torch.Tensor, state: Mapping[Any, Any], fields: Sequence[Field], device: Device) -> int:
@@ -92,7 +93,7 @@ def _room_for(param: torch.Tensor, state: Mapping[Any, Any], fields: Sequence[Fi
     if spread_of(param) is None:
         return fields[-1].parts[-1].end if fields else 0
     room = 0
-    for value in state.values():
+    for _, value in leaves(state):
         if isinstance(value, torch.Tensor) and device.owns(value):
             like = param if spread_of(value) is None and value.shape == local_shape(param) else value
             room += _padded(largest_share(like) * value.element_size())
@@ -107,23 +108,28 @@ class Pieces(NamedTuple):
     kind: object
 
 
-def movable_parts(value: object, device: Device) -> Pieces | None:
-    """What a state's value consists of; None for what stays where it is.
+class Movable:
+    """Tells what a state's value consists of; None for what stays where it is.
 
     That are values which are no tensors, step counters on the CPU and whatever else is not on the device, empty
     tensors, sparse ones, and those with gaps or in a format of the device's own.
     """
-    if not isinstance(value, torch.Tensor):
-        return None
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return Pieces([value.detach()], None, None) if _moves(value, device) else None
-    apart = take_apart(value)
-    if apart is None:
-        return None
-    parts = [part for part in apart.parts if part is not None]
-    if len(parts) < len(apart.parts) or not parts or not all(_moves(part, device) for part in parts):
-        return None
-    return Pieces(parts, apart.rebuild, (type(value), value.shape, spread_of(value)))
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __call__(self, value: object) -> Pieces | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            return Pieces([value.detach()], None, None) if _moves(value, self.device) else None
+        apart = take_apart(value)
+        if apart is None:
+            return None
+        parts = [part for part in apart.parts if part is not None]
+        if len(parts) < len(apart.parts) or not parts or not all(_moves(part, self.device) for part in parts):
+            return None
+        return Pieces(parts, apart.rebuild, (type(value), value.shape, spread_of(value)))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

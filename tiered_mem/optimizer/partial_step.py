@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -57,7 +58,7 @@ class PartialStep:
                 self._groups[index].update(self._before[index], params=some)
             optimizer.param_groups = [self._groups[index] for index in sorted(chosen)]
             optimizer.state = present
-            _call(optimizer)()
+            bare_step(optimizer)()
         finally:
             optimizer.param_groups = self._groups
             optimizer.state = rest
@@ -111,7 +112,7 @@ class NeedsAll(ValueError):
     def __init__(self, optimizer: torch.optim.Optimizer, why: str) -> None:
         super().__init__(
             f"{type(optimizer).__name__} needs all its parameters at once, so that its states cannot be moved one "
-            f"after another: {why}. Leave it as it is"
+            f"after another: {why}. Register it without separable=True"
         )
 
 
@@ -131,11 +132,12 @@ class _Present(defaultdict[Any, State]):
         return super().__missing__(param)
 
 
-def _call(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The step without the hooks that are global, which are called for the whole step."""
-    if "step" in vars(optimizer):
-        return optimizer.step  # somebody's own, such as a scheduler's that was made before
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The step without the hooks, which are called for the whole step by whoever has them."""
     step: Any = type(optimizer).step
+    own = vars(optimizer).get("step")
+    if own is not None and inspect.unwrap(own) is not inspect.unwrap(step):
+        return optimizer.step  # somebody's own; a scheduler's that was made before only takes note of the call
     return partial(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
 
 

@@ -10,6 +10,7 @@ from ..device import Device, Stream
 from ..tiers import DeviceSlot, HostSlot
 from ..transfer import Ticket, TransferEngine
 from .bucket import Bucket
+from .layout import Movable
 from .partial_step import Param
 from .residence import Exclusive, Residence
 from .ring import Range, Ring
@@ -33,8 +34,10 @@ class Pipeline:
         device: Device,
         engine: TransferEngine,
         exclusive: Exclusive,
+        movable: Movable,
     ) -> None:
         self._device = device
+        self._movable = movable
         self._engine = engine
         self._exclusive = exclusive
         self._window: _Window | None = None
@@ -57,7 +60,7 @@ class Pipeline:
         """
         try:
             if self._window is not None:
-                self._window.keep_only(buckets)
+                self._window.keep_only([bucket for bucket in buckets if changing[bucket]])
             for index, bucket in enumerate(buckets):
                 self._bring(bucket, changing[bucket], window_bytes)
                 if bucket.away(changing[bucket]):
@@ -134,7 +137,7 @@ class Pipeline:
         fits = True
         try:
             fits = step(bucket)
-            if fits and (leaving := bucket.leave(host, stream, changing, self._device)).moves:
+            if fits and (leaving := bucket.leave(host, stream, changing, self._movable)).moves:
                 with self._exclusive:
                     done = self._engine.offload(leaving.moves)
                 if leaving.strangers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from typing import Literal, get_args
@@ -9,13 +10,17 @@ from typing import Literal, get_args
 import torch
 
 from ..device import Device
+from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
 from ..tiers import HostTier
 from ..transfer import TransferEngine
+from .known import check_has_states
 from .residence import Exclusive
 from .residences import DiskResidences, HostResidences, Residences
 from .states import States
 from .tiered_optimizer import TieredOptimizer
+
+_log = logging.getLogger("tiered_mem.optimizer")
 
 Residency = Literal["host", "disk", "device-until-offload"]
 
@@ -39,7 +44,13 @@ class RegisteredOptimizers:
         self._forgotten: deque[States] = deque()
 
     def register(
-        self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int, residency: Residency, owner: object
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        bucket_bytes: int,
+        residency: Residency,
+        separable: bool | None,
+        owner: object,
     ) -> TieredOptimizer:
         """What `TieringManager.register_optimizer` does. owner: lives as long as what is returned."""
         self.bury()
@@ -60,10 +71,18 @@ class RegisteredOptimizers:
             residences,
             bucket_bytes=bucket_bytes,
             stay=residency == "device-until-offload",
+            separable=separable,
         )
         tiered = TieredOptimizer(optimizer, states, owner)
+        try:
+            states.adopt()
+        except BaseException:
+            tiered.give_back_hooks()
+            states.close()
+            raise
         self._all.add(tiered)
         weakref.finalize(tiered, self._forgotten.append, states).atexit = False
+        _tell(tiered, residency)
         return tiered
 
     def bury(self) -> None:
@@ -94,9 +113,25 @@ class RegisteredOptimizers:
             raise TypeError(f"a torch.optim.Optimizer is needed, and this is a {type(optimizer).__name__}")
         if isinstance(optimizer, TieredOptimizer) or any(other.wrapped is optimizer for other in self._all):
             raise ValueError("the optimizer is registered already: use what register_optimizer returned then")
+        check_has_states(optimizer)
         for option in ("capturable", "differentiable"):
             if any(group.get(option) for group in optimizer.param_groups):
                 raise ValueError(
                     f"an optimizer with {option}=True cannot be tiered: its states have to stay where they are. "
                     f"Make it with {option}=False"
                 )
+
+
+def _tell(optimizer: TieredOptimizer, residency: Residency) -> None:
+    name = type(optimizer.wrapped).__name__
+    if optimizer.at_once:
+        _log.info(
+            "%s is stepped at once: all of its states, %s as far as is known, are on the device during a step. "
+            "With separable=True it is stepped bucket by bucket, if it steps each parameter by itself",
+            *(name, format_bytes(optimizer.states.nbytes)),
+        )
+    if residency == "disk":
+        _log.info(
+            "the states of %s pass through %s of host memory on their ways to disk and back",
+            *(name, format_bytes(optimizer.host_bytes)),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -9,13 +10,16 @@ from typing import Any, NoReturn, overload
 
 import torch
 
+from ..interrupts import uninterrupted
+from .known import HOOKS
+from .leaves import contents
 from .partial_step import Param, State
 from .snapshot import on_cpu
 from .states import States
 
 
 class TieredOptimizer(torch.optim.Optimizer):
-    """A torch.optim.Optimizer that steps another one bucket by bucket, while its states come and go.
+    """A torch.optim.Optimizer that steps another one, for which states come and go bucket by bucket, or at once.
 
     It is made by `TieringManager.register_optimizer`, and is to be used in place of the other. Parameters and
     states have the same values, bit by bit. The groups are the same dictionaries, so that schedulers, hooks,
@@ -26,15 +30,35 @@ class TieredOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, states: States, manager: object) -> None:
-        # As an optimizer that comes out of a pickle is set up: with its groups, and without a state of its own.
-        super().__setstate__({"defaults": wrapped.defaults, "param_groups": wrapped.param_groups})
+        # As an optimizer that comes out of a pickle. What torch adds to the defaults is not for the other one.
+        super().__setstate__({"defaults": {}})
+        self.defaults = wrapped.defaults
         self._wrapped = wrapped
         self._states = states
         self._manager = manager  # lives as long as this
-        for hooks in _HOOKS:
-            # They are called once for a step, and not for each bucket.
-            setattr(self, hooks, getattr(wrapped, hooks))
-            setattr(wrapped, hooks, OrderedDict())
+        # They are called once for a step, and not for each bucket.
+        self._hooks = {name: getattr(wrapped, name) for name in HOOKS}
+        try:
+            for name, hooks in self._hooks.items():
+                setattr(self, name, hooks)
+                setattr(wrapped, name, OrderedDict())
+        except BaseException:
+            self.give_back_hooks()
+            raise
+
+    def give_back_hooks(self) -> None:
+        """The wrapped optimizer has its hooks again, as before this was made."""
+        for name, hooks in self._hooks.items():
+            setattr(self._wrapped, name, hooks)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the wrapped optimizer."""
+        return self._wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._wrapped.param_groups = groups
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -47,6 +71,35 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._states
 
     @property
+    def at_once(self) -> bool:
+        """Whether all states come to the device for a step, which is then the wrapped optimizer's own as it is."""
+        return self._states.at_once
+
+    @property
+    def step_bytes(self) -> int:
+        """The device memory in bytes that states take during a step, and not between steps.
+
+        States that the optimizer has not made yet are known where it could be tried out, and count.
+        """
+        return self._states.step_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory in bytes that the states take. With residency="disk", that through which they pass."""
+        return self._states.host_bytes
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[torch.optim.Optimizer]:
+        """All states are on the device, in the `state` of the wrapped optimizer, which this gives.
+
+        For what an optimizer can do beside a step: `with optimizer.present() as wrapped: wrapped.eval()`.
+
+        Raises torch.OutOfMemoryError before anything is changed, InterruptedStep and Closed.
+        """
+        with self._states.present():
+            yield self._wrapped
+
+    @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
         """Copies of the states, by parameter. Each look at a parameter copies what its bucket holds."""
         return _Copies(self._states)
@@ -56,26 +109,34 @@ class TieredOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of the wrapped optimizer. Returns what the closure does.
+        """One step of the wrapped optimizer, which calls the closure as often as it does without this.
+
+        Returns what the closure or the optimizer does.
 
         Raises InterruptedStep, with the cause, where it ends after some parameters have been stepped.
         """
         self._states.check()
         loss = None
-        if closure is not None:
+        if closure is None:
+            loss = self._states.step()
+        elif self._states.closure_first:
             with torch.enable_grad():
                 loss = closure()
-        self._states.step()
+            self._states.step()
+        else:
+            loss = self._states.step(closure)
         if hasattr(self._wrapped.step, "_wrapped_by_lr_sched"):
             # A scheduler that was made for the wrapped optimizer looks whether this comes before its own step.
             self._wrapped._opt_called = True  # type: ignore[attr-defined]
         return loss
 
+    @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A step that was prepared for and does not come is one that was left out."""
         self._states.give_up_prefetch()
         super().zero_grad(set_to_none)
 
+    @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Raises TierFull where there is no room for the new states; the group is not added then."""
         self._wrapped.add_param_group(param_group)
@@ -85,6 +146,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    @uninterrupted
     def state_dict(self) -> dict[str, Any]:
         """A snapshot in the wrapped optimizer's format: later steps do not change it.
 
@@ -95,9 +157,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         wrapped, rest = self._wrapped, self._wrapped.state
         try:
             wrapped.state = defaultdict(dict, self._states.snapshot())
-            copied = [
-                value for state in wrapped.state.values() if isinstance(state, dict) for value in state.values()
-            ]
+            copied = list(contents(wrapped.state))
             # Whatever else it may keep, such as a learning rate that is a tensor.
             packed: dict[str, Any] = on_cpu(wrapped.state_dict(), set(map(id, copied)))
         finally:
@@ -106,6 +166,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             packed = _or(post_hook(self, packed), packed)
         return packed
 
+    @uninterrupted
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what `state_dict` of this or of an unwrapped optimizer gave, of which it keeps nothing but copies.
 
@@ -117,11 +178,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(pre_hook(self, state_dict), state_dict)
-        at_once = type(self._wrapped).load_state_dict is not torch.optim.Optimizer.load_state_dict
+        own = type(self._wrapped).load_state_dict is not torch.optim.Optimizer.load_state_dict
+        at_once = own or self._states.at_once
         try:
             self._states.load(partial(self._load, state_dict, at_once), at_once)
         finally:
-            self.param_groups = self._wrapped.param_groups
+            self.defaults = self._wrapped.defaults
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -178,16 +240,6 @@ class _Copies(Mapping[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in set(self)  # a list would compare tensors by their values
-
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 def _or(result: dict[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from ..device import Device
 from ..parts import plain_tensors
-from .layout import Layout, layout_of
-from .partial_step import NeedsAll, Param, PartialStep, State
-from .sharding import gathered, spread_of
+from .known import HOOKS
+from .layout import Layout, Movable, layout_of
+from .leaves import contents
+from .partial_step import NeedsAll, Param, State, bare_step
+from .random_numbers import RandomNumbers, copy_of_generator, generator_types
+from .sharding import spread_of
 from .snapshot import with_tensors
 
 # Some optimizers make the last of their tensors in the second step.
@@ -28,9 +30,9 @@ class Trial:
     Raises ValueError for an optimizer that cannot be stepped like this.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, movable: Movable) -> None:
         self._optimizer = optimizer
-        self._device = device
+        self._movable = movable
         self._known: dict[object, Layout] = {}
 
     def layout_of(self, param: Param, group: State) -> Layout:
@@ -45,131 +47,122 @@ class Trial:
             spread_of(param),  # and not what this process has of it: all make the same trials
         )
         if alike not in self._known:
-            with self._undisturbed():
-                self._known[alike] = layout_of(param, self._tried(param, group), self._device)
+            with self.undisturbed():
+                self._known[alike] = layout_of(param, self._tried(param, group), self._movable)
         return self._known[alike]
 
-    def check_separable(self) -> None:
-        """Raises NeedsAll if a step of two parameters together is not the same as one after the other."""
-        pairs = [
-            (param, group)
-            for group in self._optimizer.param_groups
-            for param in group["params"]
-            if param.requires_grad and param.numel()
-        ]
-        pairs = sorted(pairs, key=lambda pair: pair[0].numel())[:2]
-        if len(pairs) < 2:
+    def check_gradient(self, param: Param, group: State) -> None:
+        """Raises what the optimizer does where it does not take gradients of such a layout.
+
+        One element will do to find that out.
+        """
+        gradient = param.grad
+        if gradient is None:
             return
-        with self._undisturbed() as random:
-            together, apart = self._copy(pairs), self._copy(pairs)
-            for number in range(_STEPS):
-                for copy in (together, apart):
-                    for index, param in enumerate(_params(copy)):
-                        param.grad = _gradient(param, 1 + index + number)
-                random.restore()
-                together.step()
-                random.restore()
-                step = PartialStep(apart)
-                for param in _params(apart):
-                    states = {param: apart.state[param]} if param in apart.state else {}
-                    apart.state.update(step.step([param], states, ()))
-            for one, other in zip(_params(together), _params(apart), strict=True):
-                # As a whole, for all processes are to find the same.
-                if not _bits_equal(gathered(one.detach()), gathered(other.detach())):
-                    raise NeedsAll(self._optimizer, "two parameters together and one by one come out differently")
-
-    def _tried(self, param: Param, group: State) -> State:
-        copy = self._copy([(param, group)])
-        (twin,) = _params(copy)
+        random = RandomNumbers(self._movable.device)
+        tiny = torch.zeros((1,) * param.ndim, dtype=param.dtype, device=param.device)
+        copy = self.copy([(tiny, group)])
+        (twin,) = params_of(copy)
+        twin.grad = torch.zeros_like(tiny)
+        if gradient.layout is not torch.strided:
+            twin.grad = twin.grad.to_sparse(gradient.sparse_dim())
         try:
-            for _ in range(_STEPS):
-                twin.grad = _gradient(twin, 1)
-                copy.step()
-        except RuntimeError as error:
-            if "sparse" not in str(error).lower():
-                raise
-            # SparseAdam takes no other.
-            copy = self._copy([(param, group)])
-            (twin,) = _params(copy)
-            for _ in range(_STEPS):
-                twin.grad = torch.zeros_like(twin).to_sparse()
-                copy.step()
-        return dict(copy.state[twin]) if twin in copy.state else {}
+            bare_step(copy)()
+        finally:
+            random.restore()
 
-    def _copy(self, pairs: list[tuple[Param, State]]) -> torch.optim.Optimizer:
-        """An optimizer of the same kind, with the same options and copies of these parameters in their groups."""
-        copy: torch.optim.Optimizer = object.__new__(type(self._optimizer))
+    def copy(self, pairs: list[tuple[Param, State]]) -> torch.optim.Optimizer:
+        """An optimizer of the same kind, with the same options and copies of these parameters in their groups.
+
+        The copies are zeros. They come in the order of the groups, as `params_of` has them.
+
+        Raises NeedsAll where the optimizer keeps parameters elsewhere, too: a copy would change those.
+        """
         others = {name: value for name, value in vars(self._optimizer).items() if name not in _ITS_OWN}
-        vars(copy).update(with_tensors(others, _clone))
+        for name, value in others.items():
+            if any(isinstance(each, torch.nn.Parameter) for each in contents(value)):
+                raise NeedsAll(self._optimizer, f"it keeps parameters in {name!r}, beside its groups")
+        copy: torch.optim.Optimizer = object.__new__(type(self._optimizer))
+        vars(copy).update(_cloned(others))
         kept = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
-        copy.state = defaultdict(dict, with_tensors(kept, _clone))
-        for name in _HOOKS:
+        copy.state = defaultdict(dict, _cloned(kept))
+        for name in HOOKS:
             setattr(copy, name, OrderedDict())
         groups: dict[int, State] = {}
         for param, group in pairs:
-            mine = groups.setdefault(id(group), {**group, "params": []})
+            if id(group) not in groups:
+                options = {key: value for key, value in group.items() if key != "params"}
+                groups[id(group)] = {**_cloned(options), "params": []}
             twin = torch.nn.Parameter(torch.zeros_like(param.detach()), requires_grad=True)
             # But for what a wrapper has there itself, such as its parts.
             vars(twin).update((name, value) for name, value in vars(param).items() if name not in vars(twin))
-            mine["params"].append(twin)
+            groups[id(group)]["params"].append(twin)
         copy.param_groups = list(groups.values())
         return copy
 
     @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[_Random]:
+    def undisturbed(self) -> Iterator[RandomNumbers]:
         """Random numbers are afterwards as if none had been drawn; errors say what was tried."""
-        random = _Random(self._device)
+        random = RandomNumbers(self._movable.device)
         try:
             yield random
         except (NeedsAll, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise ValueError(
-                f"{type(self._optimizer).__name__} cannot be tiered: a step with a copy of one or two of its "
-                f"parameters failed ({type(error).__name__}: {error}). Leave it as it is"
+                f"{type(self._optimizer).__name__} cannot be tiered bucket by bucket: a step with copies of some "
+                f"of its parameters failed ({type(error).__name__}: {error})"
             ) from error
         finally:
             random.restore()
 
+    def _tried(self, param: Param, group: State) -> State:
+        copy = self.copy([(param, group)])
+        (twin,) = params_of(copy)
+        try:
+            for _ in range(_STEPS):
+                twin.grad = gradient_for(twin, 1)
+                bare_step(copy)()
+        except RuntimeError as error:
+            if "sparse" not in str(error).lower():
+                raise
+            # SparseAdam takes no other.
+            copy = self.copy([(param, group)])
+            (twin,) = params_of(copy)
+            for _ in range(_STEPS):
+                twin.grad = torch.zeros_like(twin).to_sparse()
+                bare_step(copy)()
+        state = copy.state.get(twin)
+        return dict(state) if isinstance(state, dict) else {}
 
-class _Random:
-    """The state of torch's random numbers, on the CPU and on a device."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = None if device.kind == "cpu" else device.torch_device
-        self._cpu_state = torch.get_rng_state()
-        if self._device is not None:
-            self._module: Any = torch.get_device_module(self._device)
-            self._state = self._module.get_rng_state(self._device)
+def params_of(optimizer: torch.optim.Optimizer) -> list[Param]:
+    """All parameters, in the order of their groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu_state)
-        if self._device is not None:
-            self._module.set_rng_state(self._state, self._device)
+
+def gradient_for(param: Param, scale: float) -> torch.Tensor:
+    """One that differs from element to element, without a draw of random numbers.
+
+    scale: how large it is. One that is not finite is the first element alone.
+    """
+    gradient = torch.zeros_like(param.detach())
+    finite = scale - scale == 0
+    for part in plain_tensors(gradient):
+        part.copy_(torch.linspace(-0.7, 1, part.numel()).mul_(scale if finite else 1).view(part.shape))
+        if not finite and part.numel():
+            part[(0,) * part.ndim] = scale
+    return gradient
 
 
 # What a copy does not take over. A step of the object's own is a scheduler's.
 _ITS_OWN = ("state", "param_groups", "step")
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
+def _cloned(value: Any) -> Any:
+    def clone(each: Any) -> Any:
+        if isinstance(each, torch.Tensor):
+            return each if isinstance(each, torch.nn.Parameter) else each.detach().clone()
+        return copy_of_generator(each)
 
-
-def _params(optimizer: torch.optim.Optimizer) -> list[Param]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _gradient(param: Param, number: int) -> torch.Tensor:
-    """One that differs from element to element, without a draw of random numbers."""
-    gradient = torch.zeros_like(param.detach())
-    for part in plain_tensors(gradient):
-        part.copy_(torch.linspace(-1, number, part.numel()).view(part.shape))
-    return gradient
-
-
-def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pairs = zip(plain_tensors(one), plain_tensors(other), strict=True)
-    # NaN is as good as any other value here.
-    return all(torch.allclose(first, second, rtol=0, atol=0, equal_nan=True) for first, second in pairs)
+    return with_tensors(value, clone, (torch.Tensor, *generator_types()))

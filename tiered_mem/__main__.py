@@ -1,0 +1,7 @@
+"""python -m tiered_mem: the command `tiered-mem`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

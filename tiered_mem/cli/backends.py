@@ -1,0 +1,36 @@
+"""Imports torch also where one of the backends that are installed for it does not load."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.metadata import entry_points
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def import_torch() -> dict[str, str]:
+    """Imports torch, and the installed backends after it. Returns why those that do not load do not, by name.
+
+    `import torch` loads them too, and fails as a whole where one of them does; it cannot be tried again in the same
+    process. Where torch is there already, or the environment says that no backend is to be loaded, none is.
+    Raises ImportError where there is no torch.
+    """
+    if "torch" in sys.modules:
+        return {}
+    before = os.environ.get(_AUTOLOAD)
+    os.environ[_AUTOLOAD] = "0"
+    try:
+        importlib.import_module("torch")
+    finally:
+        os.environ.pop(_AUTOLOAD)
+        os.environ.update({} if before is None else {_AUTOLOAD: before})
+    broken = {}
+    if before in (None, "1"):
+        for backend in entry_points(group="torch.backends"):
+            try:
+                backend.load()()
+            except Exception as error:  # whatever a package that is not ours runs into, as torch has it
+                broken[backend.name] = " ".join(str(error).split())
+    return broken

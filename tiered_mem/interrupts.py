@@ -1,0 +1,125 @@
+"""Keeps signal handlers, and what they raise, out of the middle of the bookkeeping."""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import time
+import weakref
+
+# signal.getsignal makes an enum of each answer, which takes ten times as long.
+from _signal import getsignal  # type: ignore[import-not-found]
+from collections.abc import Callable
+from types import CodeType, FrameType, FunctionType
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+Handler = Callable[[int, FrameType | None], Any]
+
+# Seconds until a handler that came at a bad time comes again.
+_AGAIN = 1e-3
+_CODES: set[CodeType] = set()
+_FREE: set[CodeType] = set()
+
+
+def uninterrupted(function: F) -> F:
+    """While the function runs in the main thread, no handler of a signal does. It costs the function nothing."""
+    _CODES.add(cast(FunctionType, function).__code__)
+    return function
+
+
+def uninterrupted_codes() -> frozenset[CodeType]:
+    """The code of all such functions."""
+    return frozenset(_CODES)
+
+
+def interruptible(function: F) -> F:
+    """While the function runs, handlers do come, whatever has called it: it is the user's own code."""
+    _FREE.add(cast(FunctionType, function).__code__)
+    return function
+
+
+# It runs what is to be done when an object dies, and an interrupt at its first instruction would be swallowed.
+uninterrupted(weakref.finalize.__call__)
+
+
+class Interrupts:
+    """Lets the handlers of signals wait for what is `uninterrupted`.
+
+    Python calls a handler in the main thread, between any two instructions, and whatever it raises comes out there:
+    KeyboardInterrupt, SystemExit, a time limit's own error. If that is in the middle of the bookkeeping, a lock
+    stays taken or a slot is lost; and a handler that asks the manager would wait for itself. So each handler is put
+    behind one that looks at the stack first, and comes again a little later if it is a bad time. Without a signal
+    that costs nothing.
+
+    There is one for each manager. They share what they put before a handler.
+    """
+
+    def __init__(self) -> None:
+        self._signals = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+        self._known: list[object] = []
+        self._closed = False
+
+    def watch(self) -> None:
+        """Looks for handlers that are new. To be called now and then by the main thread; others need not."""
+        if self._closed or threading.get_ident() != threading.main_thread().ident:
+            return
+        handlers = list(map(getsignal, self._signals))
+        if handlers != self._known:
+            for number, handler in zip(self._signals, handlers, strict=True):
+                self._hold_back(number, handler)
+            self._known = list(map(getsignal, self._signals))
+
+    def close(self) -> None:
+        """Takes away what nobody else uses. Only the main thread can."""
+        self._closed = True
+        if threading.get_ident() != threading.main_thread().ident:
+            return
+        for number in self._signals:
+            held = getsignal(number)
+            if isinstance(held, HeldBack):
+                held.users.discard(self)
+                if not held.users:
+                    signal.signal(number, held.handler)
+
+    def _hold_back(self, number: int, handler: object) -> None:
+        if isinstance(handler, HeldBack):
+            handler.users.add(self)
+        elif callable(handler):
+            held = HeldBack(handler)
+            held.users.add(self)
+            signal.signal(number, held)
+
+
+class HeldBack:
+    """A handler that waits until the main thread is in no `uninterrupted` function.
+
+    handler: the user's. users: whoever needs it to wait.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.users: weakref.WeakSet[Interrupts] = weakref.WeakSet()
+        self._coming = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        if not _is_inside(frame):
+            return self.handler(number, frame)
+        if not self._coming:
+            self._coming = True
+            _thread.start_new_thread(self._come_again, (number,))
+        return None
+
+    def _come_again(self, number: int) -> None:
+        time.sleep(_AGAIN)
+        self._coming = False
+        _thread.interrupt_main(number)  # type: ignore[arg-type]
+
+
+def _is_inside(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code not in _FREE:
+        if frame.f_code in _CODES:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,69 @@
+"""What layers save for backward and what of it stays on the device, by reason."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from typing import Literal, get_args
+
+from .sizes import format_bytes
+from .totals import Moved
+
+_log = logging.getLogger("tiered_mem.stayed")
+
+Reason = Literal["small", "outside", "other_device", "kind", "marked", "no_room", "policy"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+_WORDS: dict[Reason, str] = {
+    "small": "in tensors below min_bytes",
+    "outside": "saved outside the layers of the context: name more of them",
+    "other_device": "on another device than the manager's",
+    "kind": "in tensors that are more than their bytes, such as quantized or conjugate ones",
+    "marked": "marked to stay",
+    "no_room": "for which the host tier had no room: raise host_bytes",
+    "policy": "left there by the policy",
+}
+
+
+class Stayed:
+    """Counts for one context what its forwards save and what of that stays, and says once where that is the most.
+
+    totals: those of the manager, by reason; counted in as well.
+    silent: it says nothing, as the user moves all by hand.
+    """
+
+    def __init__(self, totals: dict[Reason, Moved], *, silent: bool = False) -> None:
+        self._totals = totals
+        self._said = silent
+        self._bytes: dict[Reason, int] = defaultdict(int)
+
+    def add(self, reason: Reason, nbytes: int) -> None:
+        """A tensor stays."""
+        self._bytes[reason] += nbytes
+        self._totals[reason].add(nbytes)
+
+    def take_back(self, reason: Reason, nbytes: int) -> None:
+        """One that was added moves after all."""
+        self._bytes[reason] -= nbytes
+        self._totals[reason].take_back(nbytes)
+
+    def forward_ends(self, moved: int | None) -> None:
+        """moved: how many bytes of what it has saved have left, or are leaving; None if it was broken off."""
+        stayed, self._bytes = self._bytes, defaultdict(int)
+        if moved is None:
+            return
+        saved = moved + sum(stayed.values())
+        if self._said or moved * 2 >= saved:
+            return
+        self._said = True
+        why = [
+            f"{format_bytes(nbytes)} {_WORDS[reason]}"
+            for reason, nbytes in sorted(stayed.items(), key=lambda item: item[1], reverse=True)
+            if nbytes > 0
+        ]
+        _log.warning(
+            "of %s that a forward saved for backward, %s. On the device stay %s",
+            format_bytes(saved),
+            f"{format_bytes(moved)} move" if moved else "nothing moves",
+            ", ".join(why),
+        )

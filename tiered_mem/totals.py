@@ -1,0 +1,22 @@
+"""Counts of things and their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Moved:
+    """So many things, and their bytes, since the manager was made."""
+
+    count: int = 0
+    nbytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.count += 1
+        self.nbytes += nbytes
+
+    def take_back(self, nbytes: int) -> None:
+        """One that was added counts no more."""
+        self.count -= 1
+        self.nbytes -= nbytes
