@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import EMULATED, Link
+from tests.reuse import use_free_memory
 from tests.service import NBYTES, SLOW, Service, interrupt_second_copy, make_tensor
 from tiered_mem.allocators import AclPinnedMemory, SlabPool
 from tiered_mem.block import view_of
@@ -31,6 +32,20 @@ def test_nothing_is_running_after_an_offload_that_failed(
         service.do(*(Offload(block.key) for block in blocks))
     pool.close()
     service.manager.close()
+
+
+@pytest.mark.skipif(not EMULATED, reason="only the emulator's race detector can tell")
+def test_nothing_is_running_after_a_reload_that_failed(
+    device: str, link: Link, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory that it was to fill is others' here at once."""
+    blocks = [service.save(make_tensor(device)), service.save(make_tensor(device))]
+    service.do(*(Offload(block.key) for block in blocks), *(Release(block.key) for block in blocks))
+    link(SLOW)
+    interrupt_second_copy(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        service.do(*(Reload(block.key) for block in blocks))
+    assert use_free_memory(device) >= 2 * NBYTES
 
 
 @pytest.mark.parametrize("direction", ["offload", "reload"])

@@ -32,7 +32,7 @@ def plain_steps(optimizer: Optimizers, steps: int, device: str) -> Outcome:
 @each_optimizer
 def test_bucket_after_bucket(optimizer: Optimizers, device: str, make_tiered: MakeTiered) -> None:
     params = make_params(device, shapes=SHAPES)
-    tiered = make_tiered(optimizer(params), bucket_bytes=BUCKET_BYTES)
+    tiered = make_tiered(optimizer(params), bucket_bytes=BUCKET_BYTES, separable=True)
     for step in range(8):
         give_gradients(params, step)
         tiered.step()
@@ -44,7 +44,7 @@ def test_steps_on_another_stream_each(optimizer: Optimizers, device: str, make_t
     """The streams are ordered with each other, as a user has to; nothing else is."""
     module = torch.get_device_module(device)
     params = make_params(device, shapes=SHAPES)
-    tiered = make_tiered(optimizer(params), bucket_bytes=BUCKET_BYTES)
+    tiered = make_tiered(optimizer(params), bucket_bytes=BUCKET_BYTES, separable=True)
     streams = [module.Stream(), module.Stream()]
     for step in range(6):
         give_gradients(params, step)
@@ -140,7 +140,7 @@ def test_states_that_grow_and_find_no_room_stay(device: str, make_tiered: MakeTi
     shapes = [(128, 128)] * 12
     expected, params = make_params(device, shapes=shapes), make_params(device, shapes=shapes)
     plain = Growing(expected)
-    tiered = make_tiered(Growing(params), bucket_bytes="256KiB", host_bytes="4MiB")
+    tiered = make_tiered(Growing(params), bucket_bytes="256KiB", host_bytes="4MiB", separable=True)
     for step in range(9):
         for some, optimizer in ((expected, plain), (params, tiered)):
             give_gradients(some, step, missing=False)
