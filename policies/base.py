@@ -16,6 +16,8 @@ class Policy(Protocol):
 
     A policy is advice. The manager fetches a block that is needed whatever the policy said of it, and takes no
     notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
+
+    One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
     """
 
     def check(self, num_layers: int) -> None:
@@ -63,22 +65,26 @@ class ForwardEnd:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A layer saved a block for backward, or it was saved after the layer's end and before the next one.
+    """A layer saved blocks for backward, or they were saved after its end and before the next layer.
 
+    Told when the layer ends, or earlier once 64 MiB have gathered, or as many as the policy's `gather_bytes`.
     A block that a later layer saves too is told again, with that layer.
+
+    blocks: the key of each and its size in bytes, in the order of the saves.
     """
 
     graph: int
     layer: int
-    key: int
-    nbytes: int
+    blocks: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Nobody needs the block any more."""
+    """Nobody needs these blocks any more. Told before the next event, or when as many bytes have gone as are
+    gathered for `Saved`.
+    """
 
-    key: int
+    keys: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

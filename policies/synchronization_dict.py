@@ -74,17 +74,17 @@ class SynchronizationDictPolicy:
         self._check_layers_exist("the model", num_layers)
 
     def decide(self, event: Event) -> Sequence[Action]:
-        return self._away.follow(self._answer(event), self._saved.home)
+        return self._away.follow(self._answer(event), self._saved.homes)
 
     def _answer(self, event: Event) -> Sequence[Action]:
         saved = self._saved
         match event:
-            case Saved(graph, layer, key, nbytes):
-                self._away.forget(key)
-                saved.save(graph, layer, key, nbytes)
-            case Dropped(key):
-                self._away.forget(key)
-                saved.drop(key)
+            case Saved(graph, layer, blocks):
+                self._away.forget([key for key, _ in blocks if key in saved.homes])
+                saved.save(graph, layer, blocks)
+            case Dropped(keys):
+                self._away.forget(keys)
+                saved.drop(keys)
             case LayerBegin(graph, layer, backward):
                 if graph in saved:
                     return self._at(Moment(layer, backward), graph, saved.plan(graph))

@@ -60,10 +60,11 @@ class Interrupts:
         self._signals = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
         self._known: list[object] = []
         self._closed = False
+        self._main = threading.main_thread().ident
 
     def watch(self) -> None:
         """Looks for handlers that are new. To be called now and then by the main thread; others need not."""
-        if self._closed or threading.get_ident() != threading.main_thread().ident:
+        if self._closed or threading.get_ident() != self._main:
             return
         handlers = list(map(getsignal, self._signals))
         if handlers != self._known:

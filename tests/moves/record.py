@@ -32,8 +32,8 @@ LAYERS = 5
 STEPS = 2
 FOLDER = Path(__file__).parent
 
-# By the name of their file; with a number of bytes for the host tier they go on to disk. Those run on the CPU, as on
-# a device the time at which a copy ends decides when a block may be written.
+# By the name of their file. Those with a number of bytes for the host tier go on to disk. They run on the CPU: on a
+# device the time at which a copy ends decides when a block may be written.
 POLICIES: dict[str, tuple[Callable[[], Policy], int | None]] = {
     "layer_order": (lambda: LayerOrderPolicy(2), None),
     "layer_order_all": (lambda: LayerOrderPolicy(in_flight=1), None),
