@@ -65,7 +65,8 @@ class LayerOrderPolicy:
         saved = self._saved
         match event:
             case Saved(graph, layer, blocks):
-                self._away.forget([key for key, _ in blocks if key in saved.homes])
+                homes = saved.homes
+                self._away.forget([key for key, _ in blocks if key in homes])
                 saved.save(graph, layer, blocks)
             case Dropped(keys):
                 self._away.forget(keys)
@@ -113,18 +114,18 @@ class _Plan:
     wanted: int | None
     in_flight: int
     gap: int = field(init=False)
+    offloaded: int = field(init=False)
     reached: int | None = None
     reloaded: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.offloaded = self.num_layers if self.wanted is None else self.wanted
         self.gap = max(1, self.num_layers - self.offloaded) + self.in_flight
-
-    @property
-    def offloaded(self) -> int:
-        return self.num_layers if self.wanted is None else self.wanted
 
     def released_by(self, layer: int) -> Iterable[int]:
         self.num_layers = max(self.num_layers, layer + 1)
+        if self.wanted is None:
+            self.offloaded = self.num_layers
         i = layer - self.gap
         return (i,) if 0 <= i < self.offloaded and i not in self.reloaded else ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -16,10 +16,12 @@ class SavedByLayer(Generic[P]):
 
     A block that several layers or graphs save belongs to the last of them: only then is the device done with it.
     A graph is forgotten when its forward has ended and none of its blocks is left.
+
+    homes: the graph and the layer that each block belongs to, and its size in bytes.
     """
 
     _graphs: dict[int, _Graph[P]] = field(default_factory=dict)
-    _homes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    homes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def begin(self, graph: int, plan: P) -> None:
         self._graphs[graph] = _Graph(graph, plan)
@@ -30,21 +32,16 @@ class SavedByLayer(Generic[P]):
     def plan(self, graph: int) -> P:
         return self._graphs[graph].plan
 
-    @property
-    def homes(self) -> Mapping[int, tuple[int, int, int]]:
-        """The graph and the layer that each block belongs to, and its size in bytes."""
-        return self._homes
-
     def save(self, graph: int, layer: int, blocks: Iterable[tuple[int, int]]) -> None:
         """blocks: the key and the size of each."""
         into = self._graphs[graph]
         for key, nbytes in blocks:
-            home = self._homes.get(key)
+            home = self.homes.get(key)
             if home is not None:
                 if home[0] == graph and home[1] >= layer:
                     continue
                 self.drop((key,))
-            self._homes[key] = graph, layer, nbytes
+            self.homes[key] = graph, layer, nbytes
             into.blocks[layer][key] = None
             if layer in into.ended:
                 into.leaving[key] = layer
@@ -52,7 +49,7 @@ class SavedByLayer(Generic[P]):
     def drop(self, keys: Iterable[int]) -> None:
         """A block that was never saved may be dropped."""
         for key in keys:
-            home = self._homes.pop(key, None)
+            home = self.homes.pop(key, None)
             if home is None:
                 continue
             graph = self._graphs[home[0]]

@@ -30,6 +30,7 @@ class SentAway:
 
         homes: the graph and the layer that each block belongs to, and its size in bytes.
         """
+        back: list[int] = []
         for action in actions:
             key = action.key
             kind = type(action)
@@ -40,10 +41,12 @@ class SentAway:
                 if home is not None:
                     graph, layer, nbytes = self._released[key] = home
                     self._on_host.setdefault((graph, layer), {})[key] = nbytes
-            else:
+            elif kind is Spill:
                 self.forget((key,))
-                if kind is Spill:
-                    self._on_disk.add(key)
+                self._on_disk.add(key)
+            else:
+                back.append(key)
+        self.forget(back)
         return actions
 
     def forget(self, keys: Iterable[int]) -> None:

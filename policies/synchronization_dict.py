@@ -80,7 +80,8 @@ class SynchronizationDictPolicy:
         saved = self._saved
         match event:
             case Saved(graph, layer, blocks):
-                self._away.forget([key for key, _ in blocks if key in saved.homes])
+                homes = saved.homes
+                self._away.forget([key for key, _ in blocks if key in homes])
                 saved.save(graph, layer, blocks)
             case Dropped(keys):
                 self._away.forget(keys)

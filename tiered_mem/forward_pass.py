@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
@@ -103,7 +104,7 @@ class ForwardPass:
         self._strays = {}
         self._weights = frozenset()
         self._activations.notify(ForwardEnd(self.graph))
-        moved = self._activations.count_stayed((key for layer in self.keys for key in layer), self._movable.stayed)
+        moved = self._activations.count_stayed(chain.from_iterable(self.keys), self._movable.stayed)
         self._movable.stayed.forward_ends(None if early else moved)
 
     # Each tensor that a model saves comes through here, most of them to stay. So the two calls ask what is cheap

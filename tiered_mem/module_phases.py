@@ -199,13 +199,13 @@ class ModulePhases:
         moves: list[tuple[HostSlot, DeviceSlot, None]] = []
         try:
             for each in parked:
-                tensor = self._device.empty(each.nbytes, each.dtype)
-                moves.append((each.copy.slot, DeviceSlot(tensor, stream), None))
+                host = each.copy.slot
+                moves.append((host, DeviceSlot(self._device.empty(each.nbytes, each.dtype), stream), None))
             tickets = self._engine.reload(moves)
         except BaseException as error:
             if not isinstance(error, torch.OutOfMemoryError):
                 self._engine.synchronize()  # some copies may have been started
-            moves.clear()  # the traceback keeps this frame
+            moves.clear()
             raise
         for each, (_, slot, _), ticket in zip(parked, moves, tickets, strict=True):
             ticket.hold(stream, "reload")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from .block import Block, Place, Span, View, flat, groups, span_of, view_of
 from .device import Device
 from .errors import Closed, TierFull, changed_tensor
 from .host_room import HostRoom
-from .marks import stays
+from .marks import STAYS
 from .policies import Release, Spill
 from .spiller import Spiller
 from .stats import Counters
@@ -52,6 +53,8 @@ class BlockStore:
         self._spiller = spiller
         self._wanted = None if spiller is None else WantedBlocks(host, spiller, counters)
         self._blocks: dict[int, Block] = {}
+        # None for a block that is gone by now.
+        self.find = self._blocks.get
         self._by_span: dict[Span, Block] = {}
         self._keys = itertools.count()
         self._moves: list[tuple[Block, DeviceSlot, HostSlot]] = []  # to begin together
@@ -63,10 +66,6 @@ class BlockStore:
     @property
     def blocks(self) -> Collection[Block]:
         return self._blocks.values()
-
-    def find(self, key: int) -> Block | None:
-        """None for a block that is gone by now."""
-        return self._blocks.get(key)
 
     def save(self, tensor: torch.Tensor) -> tuple[Block, View]:
         """The block of the tensor's storage, held once more, and how the tensor lies in it.
@@ -136,8 +135,11 @@ class BlockStore:
             if block.place is not Place.LEAVING or ticket is None:
                 block.due = block.chosen  # about to leave: as soon as it does
                 continue
-            block.changed = not block.unchanged()
-            ticket.hold(block.stream, "release")
+            for saved, version in block.versions:
+                if saved._version != version:
+                    block.changed = True
+            if block.stream.stream_id not in ticket.held:
+                ticket.hold(block.stream, "release")
             block.place = Place.DISK if block.host is None else Place.HOST
             block.left = True
             self._forget_device(block)
@@ -206,7 +208,7 @@ class BlockStore:
 
         Raises TierFull.
         """
-        nbytes = sum(size for size, _ in wanted)
+        nbytes = sum([size for size, _ in wanted])
         while (slots := self._host.find(wanted)) is None:
             if not self._host.can_hold(nbytes) or not self._make_room(nbytes):
                 return self._host.reserve(wanted)
@@ -254,7 +256,7 @@ class BlockStore:
             block.place is Place.DEVICE
             and tensor is not None
             and block.unchanged()
-            and not stays(tensor.untyped_storage())
+            and not hasattr(tensor.untyped_storage(), STAYS)
             and self._device.plain_layout(tensor)
         )
 
@@ -328,15 +330,16 @@ class BlockStore:
             for block, _, _ in moves:
                 block.place = Place.HOST
             raise
-        for (block, source, slot), ticket in zip(moves, tickets, strict=True):
+        for (block, _, slot), ticket in zip(moves, tickets, strict=True):
             block.tensor = slot.tensor
             block.stream = slot.stream
             block.ticket = ticket
             block.host = None
             block.versions = [(slot.tensor, slot.tensor._version)]
-            self._host.release(source, ticket.event)
             if self._wanted is not None:
                 self._wanted.forget(block)
+        for ticket, group in itertools.groupby(zip(moves, tickets, strict=True), operator.itemgetter(1)):
+            self._host.release_all([source for (_, source, _), _ in group], ticket.event)
         self._count(self._counters.reloaded, [(block, source) for block, source, _ in moves])
 
     def _count(self, moved: Moved, blocks: Sequence[tuple[Block, HostSlot]]) -> None:
@@ -359,7 +362,8 @@ class BlockStore:
     def _arrive(self, block: Block, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Makes the reader's stream wait for the reload. Each stream that reads waits once."""
         stream = self._current_stream()
-        ticket.hold(stream, "reload")
+        if stream.stream_id not in ticket.held:
+            ticket.hold(stream, "reload")
         block.place = Place.DEVICE
         if stream.stream_id != block.stream.stream_id:
             # The memory goes back to the pool of the stream it came from, which knows nothing of this one.

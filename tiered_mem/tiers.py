@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .allocators import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region, round_up
+from .allocators import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
 from .device import Device, Event, Stream
 from .errors import DeviceFailed, TierFull
 
@@ -104,7 +104,7 @@ class HostTier:
 
     def overflow(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         """Slots beyond the tier's limit, in memory that is not pinned: for bytes that are needed now."""
-        nbytes = sum(map(round_up, (size for size, _ in wanted)))
+        nbytes = _room_for(wanted)
         with torch.inference_mode(False):
             memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
         start = -memory.data_ptr() % ALIGNMENT
@@ -157,6 +157,10 @@ class HostTier:
         else:
             self._returning.append((slot, event, self._step))
 
+    def release_all(self, slots: Iterable[HostSlot], event: Event) -> None:
+        """Gives slots back that one copy was the last to use."""
+        self._returning.extend([(slot, event, self._step) for slot in slots])
+
     def collect(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
         passed = None
@@ -166,7 +170,13 @@ class HostTier:
                 return
             passed = event
             self._returning.popleft()
-            self._free(slot)
+            # As _free() does, without a call for each of the slots that share a lease.
+            lease = slot.lease
+            if lease in self._leases and lease.users > 1:
+                lease.users -= 1
+                self._slots -= 1
+            else:
+                self._free(slot)
 
     @property
     def slots(self) -> int:
@@ -204,7 +214,7 @@ class HostTier:
 
     def _allocate(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         self.collect()
-        region = self._pool.allocate(sum([round_up(size) for size, _ in wanted]))
+        region = self._pool.allocate(_room_for(wanted))
         return self._slots_in(region, self._slab_of(region), wanted)
 
     def _free(self, slot: HostSlot) -> None:
@@ -224,7 +234,7 @@ class HostTier:
                 last, elements = dtype, slab.elements(dtype)
             first = start // dtype.itemsize
             slots.append(HostSlot(elements[first : first + nbytes // dtype.itemsize], lease))
-            start += round_up(nbytes)
+            start += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return slots
 
     def _slab_of(self, region: Region) -> _Slab:
@@ -246,6 +256,11 @@ class HostTier:
             limit=limit,
             advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
         )
+
+
+def _room_for(wanted: Sequence[tuple[int, torch.dtype]]) -> int:
+    """The bytes of slots next to each other, each in whole units of the pool's."""
+    return sum([-(-size // ALIGNMENT) for size, _ in wanted]) * ALIGNMENT
 
 
 class _Slab:
