@@ -58,17 +58,18 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
-OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence", "disk_residence", "staging", "staging_slots")
+SHELF = code("shelf", "fixed_slots")
+OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 SUBJECTS = (
     Subject(code("transfer", "store", "tiers", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
     Subject(code("spiller", "wanted"), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
     Subject(code("module_phases"), found_by(*PHASES)),
-    Subject(code(*OPTIMIZER, folder="optimizer/"), OPTIMIZER_TESTS, ("wait", "_wait_for_write")),
+    Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
 )
 INTERRUPTS = ("tests/test_interrupts.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
-WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for")
+WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for", "_wait_for")
 # pytest's exit codes. An interrupt that comes out of a test may end pytest itself.
 PASSED = 0
 FAILED = (1, 2, 3)
