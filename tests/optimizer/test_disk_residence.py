@@ -350,3 +350,13 @@ def test_the_last_release_waits_for_files_and_gives_all_slots_back(rig: Rig) -> 
         bucket.fetch()
         with pytest.raises(Closed):
             bucket.take()
+
+
+def test_close_with_a_slot_that_is_taken(rig: Rig) -> None:
+    first, second = rig.buckets(2)
+    first.take()
+    rig.shelf.close()
+    assert rig.in_use() == 0
+    first.release()
+    second.release()
+    assert rig.disk.stats().records == 0
