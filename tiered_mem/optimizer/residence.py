@@ -89,7 +89,10 @@ class Residence:
         self._shelf.put(parcel)
 
     def release(self) -> None:
-        """The bytes are not needed any more. Waits for nothing on the device. Again does nothing."""
+        """The bytes are not needed any more. Again does nothing.
+
+        Waits for nothing on the device; the last one of a shelf does for the shelf's file operations.
+        """
         self._check_turn(taken=False)
         if self._parcel.state is not State.DROPPED:
             self._shelf.drop(self._parcel)
@@ -148,7 +151,7 @@ class Residences:
             self._check_disk(self._disk, sum(sizes))
             wanted = self._missing(sizes)
             self._build(wanted, self._advice(wanted))
-            shelves = list(filter(None, map(self._shelf_for, sizes)))
+            shelves = [self._fitting(size)[0] for size in sizes]
         return [
             Residence(shelf, size, f"states.{next(self._numbers)}")
             for shelf, size in zip(shelves, sizes, strict=True)
@@ -204,12 +207,12 @@ class Residences:
         return [
             (max(some), min(slots, len(some)))
             for some, slots in ((large, _SLOTS_FOR_LARGE), (usual, _SLOTS))
-            if some and self._shelf_for(max(some)) is None
+            if some and not self._fitting(max(some))
         ]
 
-    def _shelf_for(self, nbytes: int) -> Shelf | None:
-        """The one with the smallest slots that are large enough."""
-        return next((shelf for shelf in self._shelves if shelf.slots.nbytes >= nbytes), None)
+    def _fitting(self, nbytes: int) -> list[Shelf]:
+        """Those with slots that are large enough, the smallest first."""
+        return [shelf for shelf in self._shelves if shelf.slots.nbytes >= nbytes]
 
     def _advice(self, wanted: Sequence[tuple[int, int]]) -> str:
         with self._exclusive:
