@@ -168,6 +168,12 @@ def test_no_room_on_the_host(make_rig: MakeRig, kind: str) -> None:
     assert rig.in_use() == (2 * SLOT if kind == "host" else 0), "what there was is given back"
 
 
+def test_there_is_an_end_to_what_is_waited_for(rig: Rig, residence: Residence) -> None:
+    rig.fill(residence, 1)
+    assert not all(residence._shelf.wait() for _ in range(10))
+    assert rig.has(residence, 1)
+
+
 def test_a_residence_that_is_forgotten_leaves_no_cycle(rig: Rig, kind: str) -> None:
     residence = rig.make(kind)
     rig._residences.clear()
