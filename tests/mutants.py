@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import track
 
 ROOT = Path(__file__).parent.parent
-WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for")
+WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for", "_wait_for")
 TURNS = ("take", "give", "bury", "watch")
 
 
@@ -65,7 +65,8 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
-OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence", "disk_residence", "staging", "staging_slots")
+SHELF = code("shelf", "fixed_slots")
+OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts")
 SUBJECTS = (
@@ -74,7 +75,7 @@ SUBJECTS = (
     Subject(code("host_room"), found_by("run_ahead", "spilling")),
     Subject(code("spiller", "wanted"), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
     Subject(code("module_phases"), found_by(*PHASES)),
-    Subject(code(*OPTIMIZER, folder="optimizer/"), OPTIMIZER_TESTS, ("wait", "_wait_for_write")),
+    Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
 )
 INTERRUPTS = ("tests/test_interrupts.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")

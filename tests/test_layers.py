@@ -42,6 +42,8 @@ ORDER = [
     ["figures", "pinned"],
     ["trace"],
     ["transfer", "chosen_tiers"],
+    ["fixed_slots"],
+    ["shelf"],
     ["optimizer"],
     ["block", "parked"],
     ["module_phases", "spill_moves", "stats", "saved_tensor", "turn"],
