@@ -66,7 +66,8 @@ class Activations:
         with self._turn:
             if self._traced is not None:
                 self._traced.tell(event)
-            self.go_on()
+            self._before()
+            self._store.progress()
             self._actions.tell(event)
         self._after()
 
