@@ -47,7 +47,7 @@ ORDER = [
     ["optimizer"],
     ["block", "parked"],
     ["module_phases", "spill_moves", "stats", "saved_tensor", "turn"],
-    ["spiller", "traced_layers"],
+    ["spiller", "traced_layers", "block_copies"],
     ["host_room", "forward_pass"],
     ["wanted"],
     ["store"],

@@ -14,6 +14,7 @@ import torch
 
 from .activations import Activations
 from .allocators import HostPool
+from .block_copies import BlockCopies
 from .chosen_tiers import disk_tier, host_tier
 from .context import OffloadContext
 from .device import Device
@@ -121,7 +122,8 @@ class TieringManager:
             self._counters = Counters()
             spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
             room = HostRoom(self._host, spiller, partial(advice, self._policy), self._counters, self._trace)
-            self._store = BlockStore(self.device, self._host, self._engine, self._counters, room, spiller)
+            copies = BlockCopies(self._host, self._engine, self._counters)
+            self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
             self._turn = Turn(self._store.let_go, self._interrupts)
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
             self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import operator
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from .block import Block, Place, Span, View, flat, groups, span_of, view_of
+from .block_copies import BlockCopies
 from .device import Device
 from .errors import Closed, TierFull, changed_tensor
 from .host_room import HostRoom
@@ -19,8 +19,7 @@ from .policies import Release, Spill
 from .spiller import Spiller
 from .stats import Counters
 from .tiers import DeviceSlot, HostSlot, HostTier
-from .totals import Moved
-from .transfer import Ticket, TransferEngine
+from .transfer import Ticket
 from .wanted import WantedBlocks
 
 _log = logging.getLogger("tiered_mem.store")
@@ -39,7 +38,7 @@ class BlockStore:
         self,
         device: Device,
         host: HostTier,
-        engine: TransferEngine,
+        copies: BlockCopies,
         counters: Counters,
         room: HostRoom,
         spiller: Spiller | None = None,
@@ -47,7 +46,7 @@ class BlockStore:
         self._device = device
         self._current_stream = device.current_stream
         self._host = host
-        self._engine = engine
+        self._copies = copies
         self._counters = counters
         self._room = room
         self._spiller = spiller
@@ -192,14 +191,16 @@ class BlockStore:
                 for block in blocks:
                     if block.place is Place.HOST and block.host is not None:
                         tensor = self._device.empty(block.nbytes, block.dtype)
-                        block.place = Place.ARRIVING
                         moves.append((block, block.host, DeviceSlot(tensor, stream)))
                     elif block.place is Place.LEAVING:
                         self._stay(block)
                     elif block.place is Place.DISK and self._wanted is not None:
                         self._wanted.add(block)
         finally:
-            self._start_reloads(moves)
+            self._copies.reload(moves)
+            if self._wanted is not None:
+                for block, _, _ in moves:
+                    self._wanted.forget(block)
         if self._wanted is not None:
             self._wanted.fetch(anew=True)
 
@@ -305,49 +306,8 @@ class BlockStore:
 
     def _start_offloads(self) -> None:
         """Begins the copies of all that has a slot."""
-        if not self._moves:
-            return
         moves, self._moves = self._moves, []
-        try:
-            ticket = self._engine.offload([(source, slot) for _, source, slot in moves])
-        except BaseException:
-            self._engine.synchronize()  # some of them may have been started
-            for _, _, slot in moves:
-                self._host.release(slot, None)
-            raise
-        for block, _, slot in moves:
-            block.host = slot
-            block.place = Place.LEAVING
-            block.ticket = ticket
-            block.offloaded = True
-        self._count(self._counters.offloaded, [(block, slot) for block, _, slot in moves])
-
-    def _start_reloads(self, moves: Sequence[tuple[Block, HostSlot, DeviceSlot]]) -> None:
-        try:
-            tickets = self._engine.reload([(source, slot, block.ticket) for block, source, slot in moves])
-        except BaseException:
-            self._engine.synchronize()
-            for block, _, _ in moves:
-                block.place = Place.HOST
-            raise
-        for (block, _, slot), ticket in zip(moves, tickets, strict=True):
-            block.tensor = slot.tensor
-            block.stream = slot.stream
-            block.ticket = ticket
-            block.host = None
-            block.versions = [(slot.tensor, slot.tensor._version)]
-            if self._wanted is not None:
-                self._wanted.forget(block)
-        for ticket, group in itertools.groupby(zip(moves, tickets, strict=True), operator.itemgetter(1)):
-            self._host.release_all([source for (_, source, _), _ in group], ticket.event)
-        self._count(self._counters.reloaded, [(block, source) for block, source, _ in moves])
-
-    def _count(self, moved: Moved, blocks: Sequence[tuple[Block, HostSlot]]) -> None:
-        moved.count += len(blocks)
-        for block, slot in blocks:
-            moved.nbytes += block.nbytes
-            if not slot.lease.slab.pinned:
-                self._counters.blocking.add(block.nbytes)
+        self._copies.offload(moves)
 
     def _stay(self, block: Block) -> None:
         """The block is wanted before it was released: it has been on the device all the time."""
