@@ -44,10 +44,6 @@ class HostMemory(Protocol):
 class HostPool(HostMemory, Protocol):
     """A `HostMemory` that cuts its regions out of larger slabs, and keeps count."""
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
-        """As `HostMemory.allocate`. `resident` memory is to stay for as long as the pool does."""
-        ...
-
     def slab(self, region: Region) -> Region:
         """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
         ...

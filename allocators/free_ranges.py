@@ -9,8 +9,8 @@ from .size_index import SizeIndex
 class FreeRanges:
     """Ranges of addresses in whole units of 4096 bytes, none of which touches another one of its slab.
 
-    Found by where they begin, by where they end, and by size. Nothing here takes longer for being many, but for
-    `take_slab`, which may look at all of one size. A slab is a region of the pool's source.
+    Found by where they begin, by where they end, and by size, each in a time that does not depend on how many there
+    are. A slab is a region of the pool's source.
     """
 
     __slots__ = ("_begin_at", "_end_at", "_of_size", "_sizes")
@@ -66,13 +66,6 @@ class FreeRanges:
             self._sizes.remove(units)
         del self._end_at[start + found]
         return start, *self._begin_at.pop(start)
-
-    def take_slab(self, size: int) -> tuple[int, int, Region] | None:
-        """Removes a range of `size` bytes that is a whole slab. None if there is none."""
-        for start in self._of_size.get(size, ()):
-            if self._begin_at[start][1].nbytes == size:
-                return self.take(start)
-        return None
 
     def merge(self, start: int, size: int, slab: Region) -> None:
         """Adds a range, made one with those of its slab that it touches."""

@@ -76,11 +76,8 @@ class SlabPool:
         self._busy = False
         self._brought: list[Region] = []
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
+    def allocate(self, nbytes: int) -> Region:
         """Return a region of `nbytes` bytes on a 4096-byte boundary, growing the pool if need be.
-
-        A `resident` region above half of `slab_bytes` has a slab of its own, if there is still capacity for one:
-        for as long as it stays, the rest of a shared slab would be too small for most others.
 
         Raises OutOfHostMemory if the capacity or the source does not allow it, ValueError if `nbytes`
         is not positive, and RuntimeError once closed.
@@ -92,8 +89,7 @@ class SlabPool:
                 size = round_up(nbytes)
                 if size > self._largest:
                     self._largest = size
-                found = self._own_slab(size) if resident and size * 2 > self._slab_bytes else None
-                start, room, slab = found or self._free.take_smallest(size) or self._grow(size)
+                start, room, slab = self._free.take_smallest(size) or self._grow(size)
                 if room > size:
                     self._free.add(start + size, room - size, slab)
                 region = Region(start, nbytes)
@@ -232,21 +228,6 @@ class SlabPool:
         if slab is None or known != region:
             raise not_allocated(self, region)
         return slab
-
-    def _own_slab(self, size: int) -> tuple[int, int, Region] | None:
-        """A free slab of exactly that size, a new one if need be. None if the capacity or the source has none."""
-        found = self._free.take_slab(size)
-        if found is not None:
-            return found
-        cost = self._source.footprint(size)
-        if self._capacity is not None and cost > self._capacity - self._reserved:
-            return None
-        try:
-            slab = self._add_slab(size, size)
-        except OutOfHostMemory as error:
-            _log.warning("a resident region of %s shares a slab with others: %s", human(size), str(error))
-            return None
-        return self._free.take(slab.ptr)
 
     def _grow(self, size: int) -> tuple[int, int, Region]:
         """A new slab with room for `size` bytes, taken as a free range."""
