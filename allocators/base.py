@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from ..sizes import format_bytes
+
 ALIGNMENT = 4096
 
 
@@ -124,25 +126,14 @@ class OutOfHostMemory(MemoryError):
         self.limit = limit
 
     def __str__(self) -> str:
-        numbers = [f"needed {human(self.needed)}"]
+        numbers = [f"needed {format_bytes(self.needed)}"]
         if self.free is not None:
-            numbers.append(f"free {human(self.free)}")
+            numbers.append(f"free {format_bytes(self.free)}")
         if self.largest_free is not None:
-            numbers.append(f"largest free {human(self.largest_free)}")
-        numbers.append(f"used {human(self.used)}")
-        numbers.append("no limit set" if self.limit is None else f"limit {human(self.limit)}")
+            numbers.append(f"largest free {format_bytes(self.largest_free)}")
+        numbers.append(f"used {format_bytes(self.used)}")
+        numbers.append("no limit set" if self.limit is None else f"limit {format_bytes(self.limit)}")
         return f"{self.reason} ({', '.join(numbers)}). {self.advice}"
-
-
-def human(nbytes: int) -> str:
-    """Say a size in bytes in the largest binary unit that fits."""
-    if nbytes < 1 << 10:
-        return f"{nbytes} B"
-    if nbytes < 1 << 20:
-        return f"{nbytes / (1 << 10):.1f} KiB"
-    if nbytes < 1 << 30:
-        return f"{nbytes / (1 << 20):.1f} MiB"
-    return f"{nbytes / (1 << 30):.2f} GiB"
 
 
 def round_up(nbytes: int) -> int:
@@ -171,7 +162,7 @@ def still_allocated(owner: object, regions: Collection[Region]) -> RuntimeError:
     named = ", ".join(str(region) for region in islice(regions, 4))
     more = ", ..." if len(regions) > 4 else ""
     count = "1 region" if len(regions) == 1 else f"{len(regions)} regions"
-    total = human(sum(region.nbytes for region in regions))
+    total = format_bytes(sum(region.nbytes for region in regions))
     return RuntimeError(
         f"cannot close {type(owner).__name__}: {count} of {total} still allocated "
         f"({named}{more}). Deallocate them first"

@@ -10,7 +10,8 @@ import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
 
-from .base import OutOfHostMemory, human
+from ..sizes import format_bytes
+from .base import OutOfHostMemory
 from .direct import DirectMemory, Held
 from .libc import Libc
 
@@ -66,7 +67,7 @@ class Pages:
             soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             raise OSError(
                 error.errno,
-                f"cannot lock {human(self.nbytes)} in RAM ({error.strerror}); RLIMIT_MEMLOCK is "
+                f"cannot lock {format_bytes(self.nbytes)} in RAM ({error.strerror}); RLIMIT_MEMLOCK is "
                 f"{_limit(soft)}, at most {_limit(hard)}",
             ) from None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any, ClassVar, Protocol
 
-from .base import ALIGNMENT, OutOfHostMemory, Region, human, round_up
+from ..sizes import format_bytes
+from .base import ALIGNMENT, OutOfHostMemory, Region, round_up
 from .direct import DirectMemory
 
 
@@ -33,7 +34,7 @@ class RuntimeFailure(RuntimeError):
         return cannot_pin(self._what(), self.nbytes or 0) if self.code in self._out_of_memory else self
 
     def __str__(self) -> str:
-        size = "" if self.nbytes is None else f" for {human(self.nbytes)} ({self.nbytes} bytes)"
+        size = "" if self.nbytes is None else f" for {format_bytes(self.nbytes)} ({self.nbytes} bytes)"
         return f"{self._what(size)}. {self._advice}"
 
     def _what(self, size: str = "") -> str:

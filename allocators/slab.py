@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
+from ..sizes import format_bytes
 from .base import (
     ALIGNMENT,
     HostMemory,
@@ -16,7 +17,6 @@ from .base import (
     PoolStats,
     Region,
     check_request,
-    human,
     not_allocated,
     round_up,
     still_allocated,
@@ -136,7 +136,9 @@ class SlabPool:
             if self._capacity is not None:
                 most = self._capacity + self._beyond_units
                 if nbytes > most:
-                    raise ValueError(f"cannot preallocate {human(nbytes)} in a pool of at most {human(most)}")
+                    raise ValueError(
+                        f"cannot preallocate {format_bytes(nbytes)} in a pool of at most {format_bytes(most)}"
+                    )
                 wanted = min(wanted, self._capacity)
             began = time.perf_counter()
             while self._reserved < wanted:
@@ -234,7 +236,7 @@ class SlabPool:
         if self._capacity is not None:
             if self._source.footprint(size) > self._capacity:
                 raise self._out_of_memory(
-                    f"a request of {human(size)} can never fit into this pool",
+                    f"a request of {format_bytes(size)} can never fit into this pool",
                     "Raise the capacity, or split the request",
                     size,
                 )
@@ -271,7 +273,7 @@ class SlabPool:
                 break
             except Exception as error:
                 self._source_failures += 1
-                reason = f"{type(self._source).__name__} did not give a slab of {human(nbytes)}: {error}"
+                reason = f"{type(self._source).__name__} did not give a slab of {format_bytes(nbytes)}: {error}"
                 if wanted == least or not isinstance(error, OutOfHostMemory):
                     raise self._out_of_memory(
                         reason,
@@ -281,7 +283,7 @@ class SlabPool:
                 wanted = max(least, round_up(wanted // 2))
                 # A source that is dry stays so, and says it at each growth.
                 level = logging.WARNING if self._source_failures == 1 else logging.DEBUG
-                _log.log(level, "%s. Trying %s. Later refusals are only counted", reason, human(wanted))
+                _log.log(level, "%s. Trying %s. Later refusals are only counted", reason, format_bytes(wanted))
         self._slabs[slab.ptr] = slab
         self._reserved += nbytes
         self._free.add(slab.ptr, nbytes, slab)
@@ -291,10 +293,10 @@ class SlabPool:
         _log.info(
             "%s %s from %s in %.3f s, to %s in %d slabs",
             what,
-            human(nbytes),
+            format_bytes(nbytes),
             type(self._source).__name__,
             time.perf_counter() - began,
-            human(self._reserved),
+            format_bytes(self._reserved),
             len(self._slabs),
         )
 
@@ -305,7 +307,7 @@ class SlabPool:
             return
         if short > sum(slab.nbytes for slab in self._empty()):
             raise self._out_of_memory(
-                f"a request of {human(size)} does not fit into the pool now",
+                f"a request of {format_bytes(size)} does not fit into the pool now",
                 "Free regions and try again, or raise the capacity",
                 size,
             )

@@ -25,8 +25,8 @@ FOLDERS = (
 PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 DEPENDENCIES = {"torch", "numpy", "safetensors", "psutil"}
 OPTIONAL = {"xxhash"}
-# What a leaf may import of the rest: users write sizes as text, and one parser reads them.
-BELOW_LEAF = {"policies": {"..sizes"}}
+# What a leaf may import of the rest: sizes are read and written as text in one way.
+BELOW_LEAF = {"policies": {"..sizes"}, "allocators": {"..sizes"}}
 # Of the command line alone.
 FOR_PEOPLE = {"rich"}
 # What tiered_mem/spill/ may import of the rest: it knows addresses and files, and nothing of torch.
