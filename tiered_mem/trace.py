@@ -9,12 +9,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from .device import Device, Event, Stream
-from .figures import Copies, Figures, Files, Stall
+from .figures import Figures, Stall, Total
 from .spill.disk_record import Operation, OperationKind
 from .timeline import (
     Copy,
@@ -55,12 +55,12 @@ class Trace:
         self._records = _Kept(limit)
         self._layer: tuple[int | None, bool] = (None, False)
         self._graph = 0
-        self._copied: dict[Direction, _Total] = {"offload": _Total(), "reload": _Total()}
+        self._copied: dict[Direction, Total] = {"offload": Total(), "reload": Total()}
         self._stalls: dict[tuple[str, int | None, bool], float] = defaultdict(float)
-        self._host_waited = _Total()
+        self._host_waited = Total()
         self._files_lock = threading.Lock()
         self._files = _Kept(limit)
-        self._moved: dict[OperationKind, _Total] = {"write": _Total(), "read": _Total()}
+        self._moved: dict[OperationKind, Total] = {"write": Total(), "read": Total()}
         event = device.timed_event(device.current_stream())
         event.synchronize()
         self._host_base = time.perf_counter()
@@ -135,14 +135,13 @@ class Trace:
     def figures(self) -> Figures:
         self._settle_all()
         with self._files_lock:
-            writes, reads = self._moved["write"].files(), self._moved["read"].files()
+            writes, reads = replace(self._moved["write"]), replace(self._moved["read"])
         stalls = (Stall(*key, seconds) for key, seconds in self._stalls.items())
         return Figures(
-            offload=self._copied["offload"].copies(),
-            reload=self._copied["reload"].copies(),
+            offload=replace(self._copied["offload"]),
+            reload=replace(self._copied["reload"]),
             stalls=tuple(sorted(stalls, key=lambda stall: stall.seconds, reverse=True)),
-            host_waits=self._host_waited.count,
-            host_seconds=self._host_waited.seconds,
+            host_waits=replace(self._host_waited),
             writes=writes,
             reads=reads,
         )
@@ -215,27 +214,6 @@ class _Kept:
     def add(self, record: Record) -> None:
         self.dropped += len(self.last) == self.last.maxlen
         self.last.append(record)
-
-
-@dataclass(slots=True)
-class _Total:
-    count: int = 0
-    seconds: float = 0.0
-    nbytes: int = 0
-    blocks: int = 0
-    stalled: float = 0.0
-
-    def add(self, seconds: float, nbytes: int = 0, blocks: int = 0) -> None:
-        self.count += 1
-        self.seconds += seconds
-        self.nbytes += nbytes
-        self.blocks += blocks
-
-    def copies(self) -> Copies:
-        return Copies(self.nbytes, self.blocks, self.count, self.seconds, self.stalled)
-
-    def files(self) -> Files:
-        return Files(self.nbytes, self.count, self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
