@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ class _Refusing:
                 return func(*args, **kwargs)
         if func in _OF_SHAPE and not kwargs.get("out"):
             return func(args[0]._tiered_mem_away.shape, *args[1:], **kwargs)
-        raise _first((args, kwargs)).error()
+        raise next(_all_away((args, kwargs))).error()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         away = self._tiered_mem_away
@@ -109,9 +109,7 @@ def bring_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
     flat: 1-dimensional, of the dtype of one of the tensors in that memory with the smallest elements.
     """
-    known = away(tensor)
-    if known is None:
-        raise RuntimeError("the tensor is not away")
+    known: Away = tensor._tiered_mem_away  # type: ignore[attr-defined]
     tensor.__class__ = known.kind
     del tensor._tiered_mem_away  # type: ignore[attr-defined]
     if known.guard is not None:
@@ -139,18 +137,13 @@ def _guard(tensor: torch.Tensor, name: str, home: Home) -> RemovableHandle | Non
     return tensor.register_hook(refuse)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _first(things: Iterable[Any]) -> Away:
-    """Of what a function was called with, the first tensor that is away."""
-    waiting = [things]
-    while waiting:
-        thing = waiting.pop()
-        if isinstance(thing, _Refusing):
-            return thing._tiered_mem_away
-        if isinstance(thing, dict):
-            waiting.extend(thing.values())
-        elif isinstance(thing, (list, tuple)):
-            waiting.extend(reversed(thing))
-    raise RuntimeError("no tensor among the arguments is away")
+def _all_away(thing: object) -> Iterator[Away]:
+    """Of what a function was called with, the tensors that are away."""
+    if isinstance(thing, _Refusing):
+        yield thing._tiered_mem_away
+    elif isinstance(thing, (dict, list, tuple)):
+        for each in thing.values() if isinstance(thing, dict) else thing:
+            yield from _all_away(each)
 
 
 _T: Any = torch.Tensor
