@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import TypeVar
 
 from ..errors import SpillDirRefused
 from ..spill.folder import Owned
+from ..spill.home import user_of
 
-_HOME = re.compile(r"tiered_mem-(\d+)", re.ASCII)
 _T = TypeVar("_T")
 
 
@@ -29,9 +28,8 @@ class Other:
 def others(spill_dir: Path) -> list[Other]:
     """Those of all other users. None where this user may not list the directory."""
     with contextlib.suppress(PermissionError):
-        found = ((name, _HOME.fullmatch(name)) for name in sorted(os.listdir(spill_dir)))
-        uids = [(name, int(match[1])) for name, match in found if match is not None]
-        return [Other(spill_dir / name, _user(uid)) for name, uid in uids if uid != os.geteuid()]
+        found = ((name, user_of(name)) for name in sorted(os.listdir(spill_dir)))
+        return [Other(spill_dir / name, _user(uid)) for name, uid in found if uid not in (None, os.geteuid())]
     return []
 
 
@@ -49,10 +47,10 @@ def look_into(about: Callable[[Path], _T], spill_dir: Path) -> _T:
 
 def ask(about: Callable[[Path], _T], spill_dir: Path) -> _T:
     """Calls `owners` or `sweep`. Raises SpillDirRefused, also for what is no spill_dir but lies in one."""
-    match = _HOME.fullmatch(spill_dir.absolute().name)
-    if match is not None and spill_dir.is_dir():
+    user = user_of(spill_dir.absolute().name)
+    if user is not None and spill_dir.is_dir():
         raise SpillDirRefused(
-            f"{spill_dir} holds the spill files of user {_user(int(match[1]))}; give the directory above it, "
+            f"{spill_dir} holds the spill files of user {_user(user)}; give the directory above it, "
             f"{spill_dir.absolute().parent}"
         )
     try:

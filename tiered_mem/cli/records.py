@@ -10,11 +10,10 @@ from typing import Literal
 from ..errors import CorruptRecord
 from ..spill.folder import Owned
 from ..spill.reader import read_header, read_record
-from ..spill.record import Header
+from ..spill.record import NO_HEADER, Header
+from ..spill.run_folder import OWNER
 
 State = Literal["whole", "right", "wrong", "unfinished", "changing"]
-
-_OWNER = "owner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Found:
 def files_of(owned: Owned) -> list[Path]:
     """All that may be a record. Raises OSError where this user may not list the folder."""
     try:
-        return sorted(owned.path / name for name in os.listdir(owned.path) if name != _OWNER)
+        return sorted(owned.path / name for name in os.listdir(owned.path) if name != OWNER)
     except FileNotFoundError:  # its process has ended, or another has swept it
         return []
 
@@ -75,8 +74,8 @@ def _state(path: Path, header: Header | None, owned: Owned, error: CorruptRecord
     does not fit is wrong, for sure, only where the header is what it was before the data was read.
     """
     if not owned.alive:
-        # Just made, or not ended: the reader's word for a header that is zero.
-        return "unfinished" if header is None and error.found in (0, "zeros") else "wrong"
+        # Just made, with no bytes, or not ended.
+        return "unfinished" if header is None and error.found in (0, NO_HEADER) else "wrong"
     if header is None:
         return "changing"
     try:

@@ -15,6 +15,7 @@ from ..errors import SpillDirRefused
 from .filesystem import FileSystem, filesystem_of
 from .run_folder import GOING, RunFolder
 
+_PREFIX = "tiered_mem-"
 _NAME = re.compile(r"(?P<run>\w[\w.-]*)-(?P<pid>\d+)-[0-9a-f]{16}(?:\.going)?", re.ASCII)
 _STEP = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # What os.open of a folder says, and what the user is told.
@@ -33,7 +34,7 @@ class Home:
     """
 
     def __init__(self, spill_dir: str | os.PathLike[str], *, make: bool = False) -> None:
-        self._name = f"tiered_mem-{os.geteuid()}"
+        self._name = f"{_PREFIX}{os.geteuid()}"
         self._above = _spill_dir(spill_dir)
         self.path = Path(spill_dir).absolute() / self._name
         try:
@@ -104,6 +105,12 @@ class Home:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def user_of(name: str) -> int | None:
+    """Whose home has this name: the number of the user, or None where it is no home's."""
+    words = re.fullmatch(rf"{_PREFIX}(\d+)", name, re.ASCII)
+    return None if words is None else int(words[1])
 
 
 def _spill_dir(spill_dir: str | os.PathLike[str]) -> int:

@@ -1,4 +1,8 @@
-"""Records: the disk tier's files. Each is a valid safetensors file that fits direct I/O; docs/spill_format.md."""
+"""Records: the disk tier's files. Each is a valid safetensors file that fits direct I/O; docs/spill_format.md.
+
+The safetensors package is not used to write them: it lays tensors end to end, and direct I/O straight from host memory
+needs each on a boundary of 4096 bytes, and the header last.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,8 @@ _START = b'{"__metadata__":{"spill_format":"1","header_crc32":"'
 _FIELD = slice(8 + len(_START), 8 + len(_START) + 8)
 _ZEROS = b"00000000"
 _LENGTH_BYTES = 8
+# What is found in a header's place while its record is written.
+NO_HEADER = "zeros"
 _FILLER = "__pad__."
 _LIMIT = 1 << 63
 
@@ -189,7 +195,7 @@ def header_bytes_of(start: bytes, file_bytes: int, path: str) -> int:
         raise CorruptRecord(path, "the file ends in its header's length", expected=expected, found=len(start))
     text_bytes = int.from_bytes(start[:_LENGTH_BYTES], "little")
     if text_bytes == 0:
-        raise CorruptRecord(path, "its write was not finished", expected="a header", found="zeros")
+        raise CorruptRecord(path, "its write was not finished", expected="a header", found=NO_HEADER)
     header_bytes = _LENGTH_BYTES + text_bytes
     if header_bytes % ALIGNMENT or header_bytes > file_bytes or text_bytes > MAX_HEADER_TEXT:
         limit = min(file_bytes, _LENGTH_BYTES + MAX_HEADER_TEXT)
