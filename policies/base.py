@@ -85,8 +85,10 @@ class Dropped:
 class HostPressure:
     """So many bytes of the host tier should go down to disk. Only told where there is a disk tier.
 
-    Told when the host is nearly full, before it is, and again when it is; always between two answers, when all
-    actions of the last one are done.
+    Told when the host is nearly full, and when a slot is missing. Either may be while the Offload actions of an answer
+    are done, before the actions that follow them. A slot is also missing where backward needs a block that is on
+    disk, and where a module is offloaded. Of the answer only Release and Spill are done. The policy is told again,
+    with what is still missing, until it answers nothing new.
     """
 
     nbytes: int

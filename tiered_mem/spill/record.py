@@ -1,7 +1,7 @@
 """Records: the disk tier's files. Each is a valid safetensors file that fits direct I/O; docs/spill_format.md.
 
-The safetensors package is not used to write them: it lays tensors end to end, and direct I/O straight from host memory
-needs each on a boundary of 4096 bytes, and the header last.
+The safetensors package is not used to write them: it lays tensors end to end, and direct I/O straight from host
+memory needs each on a boundary of 4096 bytes, and the header last.
 """
 
 from __future__ import annotations
