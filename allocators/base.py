@@ -1,4 +1,4 @@
-"""What every source of host memory has in common: regions, the protocol, and its errors."""
+"""Host memory as every source gives it: regions, the protocol, and its errors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class HostMemory(Protocol):
         ...
 
     def footprint(self, nbytes: int) -> int:
-        """Return how much memory a region of `nbytes` takes: what rounding and bookkeeping add is in it."""
+        """Return how much memory a region of `nbytes` takes, with what rounding and bookkeeping add."""
         ...
 
     def close(self) -> None:
-        """Release everything held. Closing again does nothing.
+        """Release everything held. Idempotent.
 
         Raises RuntimeError, and changes nothing, while regions are still allocated.
         """
@@ -51,7 +51,7 @@ class HostPool(HostMemory, Protocol):
         ...
 
     def trim(self) -> int:
-        """Give memory that nobody uses back to where it came from; return how many bytes that were."""
+        """Give unused memory back to where it came from. Return how many bytes."""
         ...
 
     def stats(self) -> PoolStats:
@@ -73,10 +73,9 @@ class Region(NamedTuple):
 class PoolStats:
     """The state of a `HostPool`: bytes, unless said otherwise.
 
-    `reserved` is held in `slabs` slabs, of which `used` (sizes rounded up to 4096) is allocated now and
-    `peak` was at most. `largest_free` is the largest request that needs no growth. `failures` counts
-    the requests that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`, and
-    `source_failures` those that it refused.
+    The pool holds `reserved` in `slabs` slabs. Of that `used` is allocated now, in sizes rounded up to 4096, and
+    `peak` was the most. `largest_free` is the largest request that needs no growth. `failures` counts the requests
+    that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`, and `source_failures` its refusals.
     """
 
     source: str
@@ -92,7 +91,7 @@ class PoolStats:
 
     @property
     def fragmentation(self) -> float:
-        """The share of the free bytes that one request cannot have: 0 if all lie together, or none is free."""
+        """The share of the free bytes that no single request can have: 0 if they lie together, or none is free."""
         free = self.reserved - self.used
         return 1 - self.largest_free / free if free else 0.0
 
@@ -158,7 +157,7 @@ def not_allocated(owner: object, region: Region) -> ValueError:
 
 
 def still_allocated(owner: object, regions: Collection[Region]) -> RuntimeError:
-    """The error for closing `owner` while `regions` are in use."""
+    """The error for closing `owner` while `regions` are allocated."""
     named = ", ".join(str(region) for region in islice(regions, 4))
     more = ", ..." if len(regions) > 4 else ""
     count = "1 region" if len(regions) == 1 else f"{len(regions)} regions"

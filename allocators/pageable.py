@@ -11,8 +11,8 @@ from .pages import PageMemory, Pages
 class PageableMemory(PageMemory[Pages]):
     """A `HostMemory` of ordinary pages. See `PageMemory` for `numa_node`.
 
-    It is not pinned: devices copy to and from it synchronously. It is zeroed, and takes up RAM as it is
-    first written.
+    The memory is not pinned, so that devices copy to and from it synchronously. It is zeroed, and takes up RAM when
+    it is first written.
     """
 
     def _obtain(self, nbytes: int) -> tuple[int, Pages]:
@@ -26,8 +26,8 @@ class PageableMemory(PageMemory[Pages]):
 class LockedMemory(PageableMemory):
     """A `HostMemory` of pages that are in RAM from the start, and stay there.
 
-    No device knows of that, so copies are those of pageable memory, but for the page faults. The
-    process must be allowed to lock what it asks for; a refusal is an OutOfHostMemory.
+    Devices do not know that, so copies are those of pageable memory without the page faults. The process must be
+    allowed to lock as much; otherwise a request raises OutOfHostMemory.
     """
 
     def _obtain(self, nbytes: int) -> tuple[int, Pages]:

@@ -35,15 +35,16 @@ _LARGEST_SLAB = 16 << 30
 class SlabPool:
     """A `HostPool` that takes slabs from `source` and cuts regions out of them.
 
-    Best fit with coalescing, in units of 4096 bytes; what both calls cost does not depend on how many regions there
-    are. A region never crosses slabs. The pool computes with addresses only and never touches the memory.
+    The pool takes the best fit and joins free neighbours, in units of 4096 bytes. A call costs the same however
+    many regions there are. A region never crosses slabs. The pool computes with addresses only and never touches
+    the memory.
 
-    It grows on demand, at most to `capacity` bytes (None: no limit), by slabs that hold eight of the largest
-    requests so far, but of about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A
-    slab holds a whole number of the request that it is taken for, since what is left at its end is lost to large
-    requests. A source that refuses a slab is asked for smaller ones.
+    It grows on demand, to `capacity` bytes at most (None: no limit). A new slab holds eight of the largest requests
+    so far, but about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A slab holds a
+    whole number of the request that it is taken for, since what is left at its end is lost to large requests. A
+    source that refuses a slab is asked for smaller ones.
 
-    The source must outlive the pool and is not closed by it.
+    The source must outlive the pool, which does not close it.
 
     Threads may share a pool. `deallocate` may be called from `__del__` and from weakref callbacks, which can run in
     the middle of another call to the pool, on the same thread.
@@ -124,11 +125,11 @@ class SlabPool:
         return round_up(nbytes)
 
     def preallocate(self, nbytes: int) -> None:
-        """Have `nbytes` reserved, so that no step has to wait for a slab. The slabs are of up to 16 GiB.
+        """Reserve `nbytes` now, so that no step has to wait for a slab. The slabs are of up to 16 GiB.
 
-        It is less where the capacity allows no more: by less than 4096 bytes if the capacity is not whole units, by
-        up to a 16th of `slab_bytes` if the source rounds up. Raises ValueError above the capacity, and
-        OutOfHostMemory where the source gives less; what it gave is kept.
+        It is under 4096 bytes less if the capacity is not whole units, and up to a 16th of `slab_bytes` less if the
+        capacity is short and the source rounds up. Raises ValueError above the capacity, and OutOfHostMemory where
+        the source gives less; what it gave is kept.
         """
         with self._alone():
             check_request(self, nbytes, self._closed)
@@ -171,7 +172,7 @@ class SlabPool:
             )
 
     def trim(self) -> int:
-        """Give wholly empty slabs back to the source and return how many bytes that were.
+        """Give empty slabs back to the source and return how many bytes.
 
         An error of the source is passed on; the slabs not yet given back then stay in the pool.
         """
@@ -179,7 +180,7 @@ class SlabPool:
             return self._give_back(self._reserved)
 
     def close(self) -> None:
-        """Give all slabs back to the source. Closing again does nothing.
+        """Give all slabs back to the source. Idempotent.
 
         Raises RuntimeError, and changes nothing, while regions are still allocated: a device may be
         copying to them. An error of the source is passed on, and `close` may then be called again.
@@ -247,14 +248,14 @@ class SlabPool:
         return self._free.take(slab.ptr)
 
     def _step(self, size: int) -> int:
-        """The bytes of a slab for a pool that needs room for `size`: as near to whole such requests as may be."""
+        """The size of a slab for a pool that needs room for `size`: as near to whole such requests as may be."""
         several = max(_SMALLEST_SLAB, _REQUESTS_OF_A_SLAB * self._largest)
         wanted = max(size, min(self._slab_bytes, several))
         whole = round(wanted / size) * size
         return whole if self._source.footprint(whole) == whole else wanted
 
     def _within_capacity(self, wanted: int, least: int) -> int:
-        """As much of `wanted` as the capacity has left for a slab, which is enough for `least`."""
+        """As much of `wanted` as the capacity leaves for a slab. It leaves at least `least`."""
         if self._capacity is None:
             return wanted
         left = self._capacity - self._reserved
@@ -264,7 +265,7 @@ class SlabPool:
         return wanted
 
     def _add_slab(self, wanted: int, least: int) -> Region:
-        """A new slab of `wanted` bytes, or, as often as the source has no such one, of half of that."""
+        """A new slab of `wanted` bytes, or of half as often as the source refuses, down to `least`."""
         while True:
             nbytes = self._source.footprint(self._within_capacity(wanted, least))
             self._source_calls += 1
@@ -301,7 +302,7 @@ class SlabPool:
         )
 
     def _make_room(self, size: int, capacity: int) -> None:
-        """Let the capacity allow a slab of `size` bytes, by giving back empty slabs that are too small."""
+        """Give back empty slabs until the capacity allows one of `size` bytes."""
         short = self._source.footprint(size) - (capacity - self._reserved)
         if short <= 0:
             return

@@ -14,8 +14,8 @@ from typing import Protocol
 class Policy(Protocol):
     """Decides what is offloaded when, and when it is brought back.
 
-    A policy is advice. The manager fetches a block that is needed whatever the policy said of it, and takes no
-    notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
+    A policy is advice. The manager fetches a block that is needed whatever the policy said, and ignores an action
+    that a block's state rules out. So the worst policy costs time, and never a number.
     """
 
     def check(self, num_layers: int) -> None:
@@ -35,10 +35,10 @@ class ForwardBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerBegin:
-    """A layer's forward begins, or its backward does.
+    """A layer's forward begins, or its backward.
 
-    Backwards come in any order, between forwards too, and one may be told several times. They are also told of a
-    graph that has no blocks any more.
+    Backwards come in any order, and also between forwards. One may be told several times, or of a graph that has no
+    blocks any more.
     """
 
     graph: int
@@ -48,7 +48,7 @@ class LayerBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerEnd:
-    """A layer's forward has ended: what it saves is known, but for what is saved between layers."""
+    """A layer's forward has ended. All that it saves is known, but for blocks that are saved between layers."""
 
     graph: int
     layer: int
@@ -63,7 +63,7 @@ class ForwardEnd:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A layer saved a block for backward, or it was saved after the layer's end and before the next one.
+    """A layer saved a block for backward, or the block was saved between this layer and the next.
 
     A block that a later layer saves too is told again, with that layer.
     """
@@ -83,12 +83,12 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class HostPressure:
-    """So many bytes of the host tier should go down to disk. Only told where there is a disk tier.
+    """`nbytes` bytes of the host tier should go down to disk. Only told where there is a disk tier.
 
-    Told when the host is nearly full, and when a slot is missing. Either may be while the Offload actions of an answer
-    are done, before the actions that follow them. A slot is also missing where backward needs a block that is on
-    disk, and where a module is offloaded. Of the answer only Release and Spill are done. The policy is told again,
-    with what is still missing, until it answers nothing new.
+    Told when the host is nearly full, and when a slot is missing. Either may be while the Offload actions of an
+    answer are done, before the actions that follow them. A slot is also missing where backward needs a block that
+    is on disk, and where a module is offloaded. Of the answer only Release and Spill are done. The policy is told
+    again, with what is still missing, until it answers nothing new.
     """
 
     nbytes: int

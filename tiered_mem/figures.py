@@ -1,4 +1,4 @@
-"""What a trace comes to: how much was moved, what of it was hidden, and who waited."""
+"""The sums of a trace: how much was moved, how much of it was hidden, and who waited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers save for backward and what of it stays on the device, by reason."""
+"""Counts the tensors that layers save for backward and that stay on the device, by reason."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WORDS: dict[Reason, str] = {
 
 
 class Stayed:
-    """Counts for one context what its forwards save and what of that stays, and says once where that is the most.
+    """Counts the bytes that one context's forwards save and that stay, and says once where most of them stay.
 
-    totals: those of the manager, by reason; counted in as well.
-    silent: it says nothing, as the user moves all by hand.
+    totals: those of the manager, by reason; they are counted up too.
+    silent: say nothing, as the user moves all by hand.
     """
 
     def __init__(self, totals: dict[Reason, Moved], *, silent: bool = False) -> None:
@@ -43,12 +43,12 @@ class Stayed:
         self._totals[reason].add(nbytes)
 
     def take_back(self, reason: Reason, nbytes: int) -> None:
-        """One that was added moves after all."""
+        """A tensor that was added moves after all."""
         self._bytes[reason] -= nbytes
         self._totals[reason].take_back(nbytes)
 
     def forward_ends(self, moved: int | None) -> None:
-        """moved: how many bytes of what it has saved have left, or are leaving; None if it was broken off."""
+        """moved: the saved bytes that have left or are leaving; None if the forward was broken off."""
         stayed, self._bytes = self._bytes, defaultdict(int)
         if moved is None:
             return

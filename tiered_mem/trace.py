@@ -1,4 +1,4 @@
-"""What happened when, in the device's own time."""
+"""Records what happens when, in the device's own time."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _REBASE_SECONDS = 1.0
 class Trace:
     """Layers, saves, copies and waits, timed by events on the streams, and the disk tier's reads and writes.
 
-    One thread at a time, but for `file_moved`.
+    One thread at a time may call it, except `file_moved`.
 
-    Recording does not wait for the device: an event's time is read when it has come to pass. `figures` and `export`
-    wait for all that was recorded. On the cpu a copy has ended when it is issued, so that nothing waits for one.
+    Recording does not wait for the device: an event's time is read after it has passed. `figures` and `export` wait
+    for all records. On the cpu a copy has ended when it is issued, so that nothing waits for one.
 
-    limit: how many records are kept for `export`, and as many of files; the oldest go first. `figures` is about all
-        that were ever made. Raises ValueError below 1.
-    pending: how many records may be kept besides that the device has not come to yet. Where it is as far behind as
-        that, recording waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
+    limit: the number of records that are kept for `export`, and of records of files; the oldest go first. `figures`
+        counts all that were ever made. Raises ValueError below 1.
+    pending: the number of records besides that the device may be behind. Where it is farther behind, recording
+        waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
     """
 
     def __init__(self, device: Device, *, limit: int = 100_000, pending: int = 10_000) -> None:
@@ -69,7 +69,7 @@ class Trace:
     # What the manager tells.
 
     def layer_begins(self, graph: int, layer: int, *, backward: bool = False) -> None:
-        """On the caller's current stream. A layer that was still going on there has ended."""
+        """A layer begins on the caller's current stream. A layer that was still going on there has ended."""
         self._layer = (layer, backward)
         self._graph = graph
         stream = self._device.current_stream()
@@ -92,9 +92,9 @@ class Trace:
 
     @contextmanager
     def copying(self, direction: Direction, stream: Stream, nbytes: int, blocks: int) -> Iterator[CopyGroup]:
-        """Copies are issued to `stream` inside. What they need, the stream must have been made to wait for before.
+        """Copies are issued to `stream` inside. The stream must wait for what they need before that.
 
-        nbytes, blocks: of all of them. Nothing is recorded where an exception comes out.
+        nbytes, blocks: of all copies together. Nothing is recorded where an exception comes out.
         """
         group = CopyGroup()
         self._make_room()  # now: an error must not come between the copies and their end
@@ -105,9 +105,9 @@ class Trace:
         self._put(_Pending(copy, base, (begun, group.ended)))
 
     def waits(self, stream: Stream, ended: Event, why: str) -> None:
-        """To be called right before a compute stream is made to wait for the end of a copy group.
+        """Call it right before a compute stream is made to wait for the end of a copy group.
 
-        The wait belongs to the layer that was the last to begin. Events that are no group's end are passed over.
+        The wait belongs to the layer that began last. Events that are no group's end are ignored.
         """
         copy = self._under_way.get(ended)
         if copy is not None:
@@ -123,7 +123,7 @@ class Trace:
             self._keep(HostWait(), (began, time.perf_counter() - self._host_base))
 
     def file_moved(self, operation: Operation) -> None:
-        """A file was read or written. Of any thread."""
+        """A file was read or written. Any thread may call it."""
         record = FileMove(operation.kind, operation.nbytes)
         record.times = (operation.began - self._host_base, operation.ended - self._host_base)
         with self._files_lock:
@@ -205,7 +205,7 @@ class CopyGroup:
 
 
 class _Kept:
-    """The last records. dropped: how many there were before them."""
+    """The last records. dropped: the number of older ones."""
 
     def __init__(self, limit: int) -> None:
         self.last: deque[Record] = deque(maxlen=limit)
@@ -218,14 +218,14 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """An event that came to pass `at` seconds after the trace began."""
+    """An event that passed `at` seconds after the trace began."""
 
     event: Event
     at: float
 
 
 class _Pending(NamedTuple):
-    """A record whose events may not have come to pass yet, and what their time is to be measured from."""
+    """A record whose events may not have passed yet, and the base of their times."""
 
     record: Record
     base: _Base

@@ -1,4 +1,4 @@
-"""What lies in a spill_dir: this user's folders, and whose the others are."""
+"""The folders in a spill_dir: this user's, and those of others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """The folder of another user's spill files, which that user alone may enter."""
+    """The folder for another user's spill files, which that user alone may enter."""
 
     path: Path
     user: str
 
 
 def others(spill_dir: Path) -> list[Other]:
-    """Those of all other users. None where this user may not list the directory."""
+    """The folders of all other users. Empty where this user may not list the directory."""
     with contextlib.suppress(PermissionError):
         found = ((name, user_of(name)) for name in sorted(os.listdir(spill_dir)))
         return [Other(spill_dir / name, _user(uid)) for name, uid in found if uid not in (None, os.geteuid())]
@@ -34,7 +34,7 @@ def others(spill_dir: Path) -> list[Other]:
 
 
 def look_into(about: Callable[[Path], _T], spill_dir: Path) -> _T:
-    """`ask` for who writes nothing: a directory that is not there need not be made."""
+    """`ask` for commands that only look: for a missing directory the advice is not to make it."""
     with contextlib.suppress(PermissionError, NotADirectoryError):  # which `ask` puts in words
         try:
             spill_dir.lstat()
@@ -46,7 +46,7 @@ def look_into(about: Callable[[Path], _T], spill_dir: Path) -> _T:
 
 
 def ask(about: Callable[[Path], _T], spill_dir: Path) -> _T:
-    """Calls `owners` or `sweep`. Raises SpillDirRefused, also for what is no spill_dir but lies in one."""
+    """Calls `owners` or `sweep`. Raises SpillDirRefused, also for a folder inside a spill_dir."""
     user = user_of(spill_dir.absolute().name)
     if user is not None and spill_dir.is_dir():
         raise SpillDirRefused(
@@ -62,7 +62,7 @@ def ask(about: Callable[[Path], _T], spill_dir: Path) -> _T:
 
 
 def described(owned: Owned) -> dict[str, object]:
-    """For JSON."""
+    """The folder for JSON."""
     return {
         "path": str(owned.path),
         "run": owned.run,

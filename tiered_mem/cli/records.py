@@ -20,11 +20,11 @@ State = Literal["whole", "right", "wrong", "unfinished", "changing"]
 class Found:
     """A file of a spill folder.
 
-    state: "whole" is a record whose data was not compared with a checksum, "right" and "wrong" are one whose data
-    was. "unfinished" is one whose write a dead process did not end. "changing" is a live process's, which was not,
-    or not for long enough, what it has to be: the process may have been writing it. A file with a damaged header,
-    or one that cannot be read, is "wrong" too.
-    header: None where there is none. problem: why it is not whole or right, else "".
+    state: "whole" is a record whose data was not compared with checksums, "right" and "wrong" are records whose
+        data was. "unfinished" is a record whose process died before it was written. "changing" is a file of a live
+        process that was not a sound record, or not for long enough: the process may have been writing it. A file
+        with a damaged header, or one that cannot be read, is "wrong" too.
+    header: None where there is none. problem: the reason why it is not whole or right, else "".
     """
 
     path: Path
@@ -35,7 +35,7 @@ class Found:
 
 
 def files_of(owned: Owned) -> list[Path]:
-    """All that may be a record. Raises OSError where this user may not list the folder."""
+    """All files that may be records. Raises OSError where this user may not list the folder."""
     try:
         return sorted(owned.path / name for name in os.listdir(owned.path) if name != OWNER)
     except FileNotFoundError:  # its process has ended, or another has swept it
@@ -43,9 +43,9 @@ def files_of(owned: Owned) -> list[Path]:
 
 
 def look(path: Path, owned: Owned, *, verify: bool) -> Found | None:
-    """What a file is; None where it is gone.
+    """The state of a file; None where it is gone.
 
-    verify: read all of it, and compare the checksums. Raises ImportError where the package for them is missing.
+    verify: read all of it, and compare the checksums. Raises ImportError where their package is missing.
     """
     header = None
     nbytes = 0
@@ -68,10 +68,10 @@ def look(path: Path, owned: Owned, *, verify: bool) -> Found | None:
 
 
 def _state(path: Path, header: Header | None, owned: Owned, error: CorruptRecord) -> State:
-    """Of a file that does not hold what it should.
+    """The state of a file that is not a sound record.
 
-    A live process zeroes the header before it changes the data, and never writes the same one again. So data that
-    does not fit is wrong, for sure, only where the header is what it was before the data was read.
+    A live process zeroes the header before it changes the data, and never writes the same header again. So wrong
+    data is certainly wrong only where the header is the same before and after the data was read.
     """
     if not owned.alive:
         # Just made, with no bytes, or not ended.

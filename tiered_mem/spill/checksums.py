@@ -1,4 +1,4 @@
-"""Checksums of what lies in a spill file, by name."""
+"""Checksums of the data in a spill file, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder that holds all of a user's spill folders. Every step down to them is checked, by open descriptors."""
+"""The folder that holds all of a user's spill folders. Open descriptors check every step down to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNUSABLE = {
 
 
 class Home:
-    """<spill_dir>/tiered_mem-<uid>, which is this user's alone. It holds one folder for each process.
+    """<spill_dir>/tiered_mem-<uid>, which this user alone may enter. It holds one folder for each process.
 
     make: make it where it is missing.
     Raises SpillDirRefused, and FileNotFoundError where it is missing or has just been removed.
@@ -51,12 +51,12 @@ class Home:
         return filesystem_of(self.fd)
 
     def names(self, *, going: bool | None = None) -> list[str]:
-        """The names of the processes' folders: all, or those that are being removed, or the others."""
+        """The names of the processes' folders. going: only those that are being removed, or only the others."""
         names = sorted(name for name in os.listdir(self.fd) if _NAME.fullmatch(name))
         return [name for name in names if going is None or name.endswith(GOING) is going]
 
     def make(self, run: str) -> RunFolder:
-        """A new folder, locked. Raises FileNotFoundError where another process swept it away before that."""
+        """A new folder, locked. Raises FileNotFoundError where another process swept it before it was locked."""
         name = f"{run}-{os.getpid()}-{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=self.fd)
         folder = None
@@ -77,7 +77,7 @@ class Home:
         return folder
 
     def open(self, name: str) -> RunFolder | None:
-        """A process's folder; None where it is gone, has no owner file, or is not this user's."""
+        """A process's folder; None where it is gone, has no owner file, or belongs to another user."""
         words = _NAME.fullmatch(name)
         if words is None:
             return None
@@ -88,7 +88,7 @@ class Home:
             return None
 
     def remove_unowned(self, name: str) -> None:
-        """Remove a folder without an owner file. It is empty: that file is the first to come and the last to go."""
+        """Remove a folder without an owner file. It is empty, for that file is made first and removed last."""
         with contextlib.suppress(OSError):
             os.rmdir(name, dir_fd=self.fd)
 
@@ -108,7 +108,7 @@ class Home:
 
 
 def user_of(name: str) -> int | None:
-    """Whose home has this name: the number of the user, or None where it is no home's."""
+    """The number of the user whose home has this name; None for any other name."""
     words = re.fullmatch(rf"{_PREFIX}(\d+)", name, re.ASCII)
     return None if words is None else int(words[1])
 
@@ -137,7 +137,7 @@ def _spill_dir(spill_dir: str | os.PathLike[str]) -> int:
 
 
 def _own_folder(name: str, parent: int, path: Path) -> int:
-    """A folder of this user's alone, opened. Raises SpillDirRefused, and FileNotFoundError."""
+    """A folder that this user alone may enter, opened. Raises SpillDirRefused, and FileNotFoundError."""
     try:
         # A look needs no rights in the folder, so that it can be told whose it is.
         look = os.open(name, os.O_PATH | _STEP, dir_fd=parent)

@@ -1,4 +1,4 @@
-"""One process's spill folder, as its owner and as those who sweep see it."""
+"""One process's spill folder, as its owner sees it and as a sweep does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("tiered_mem.spill")
 
 
 class RunFolder:
-    """An open folder with its open owner file, whose lock is held by the process that may change the folder.
+    """An open folder with its open owner file. The process that holds the file's lock may change the folder.
 
     fd: of the folder; it is closed here, even if this raises. create: make the owner file. Raises OSError.
     """
@@ -49,9 +49,9 @@ class RunFolder:
         self.going = name.endswith(GOING)
 
     def lock(self, how: int, *, wait: bool = False) -> bool:
-        """Take the lock, by LOCK_SH or LOCK_EX; false where another has it, or the folder is gone.
+        """Take the lock, by LOCK_SH or LOCK_EX. False where another process has it, or the folder is gone.
 
-        wait: for half a minute, if need be. Raises SpillDirRefused where the file system has no locks.
+        wait: up to half a minute. Raises SpillDirRefused where the file system has no locks.
         """
         deadline = time.monotonic() + (_PATIENCE_S if wait else 0)
         while True:
@@ -69,7 +69,7 @@ class RunFolder:
                 ) from error
 
     def is_there(self) -> bool:
-        """Whether it still has its name and its owner file."""
+        """Whether the folder still has its name and its owner file."""
         try:
             os.stat(f"{self._name}/{OWNER}", dir_fd=self.home.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -77,7 +77,7 @@ class RunFolder:
         return True
 
     def sign(self) -> None:
-        """Write whose the folder is. Raises OSError."""
+        """Write the owner file. Raises OSError."""
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         text = json.dumps({"pid": self.pid, "host": os.uname().nodename, "started": started, "run": self.run})
         os.write(self._owner, f"{text}\n".encode())
@@ -86,7 +86,7 @@ class RunFolder:
             fcntl.flock(self.fd, fcntl.LOCK_SH)
 
     def elsewhere(self) -> bool:
-        """Whether it may be another machine's, whose locks need not reach this one."""
+        """Whether it may belong to another machine, whose locks need not reach this one."""
         if not self.home.filesystem.network:
             return False
         try:
@@ -104,9 +104,9 @@ class RunFolder:
         return sizes
 
     def remove(self) -> bool:
-        """Remove the folder with its files, and close it; whether it is gone. The caller has the lock.
+        """Remove the folder with its files, and close it. Whether it is gone. The caller has the lock.
 
-        What cannot be removed is logged, and left to the next sweep with the owner file.
+        Files that cannot be removed are logged, and left to the next sweep with the owner file.
         """
         going = self._name.removesuffix(GOING) + GOING
         try:
@@ -131,7 +131,7 @@ class RunFolder:
         return True
 
     def close(self) -> None:
-        """Close the files, which gives up the lock. May be called again."""
+        """Close the files, which gives up the lock. Idempotent."""
         while self._open:
             os.close(self._open.pop())
 
@@ -145,7 +145,7 @@ class RunFolder:
         return sorted(set(os.listdir(self.fd)) - {OWNER})
 
     def _remove(self, name: str) -> str:
-        """Remove a file; if that is impossible, why."""
+        """Remove a file. Returns the reason where that is impossible, else ""."""
         try:
             found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             if found.st_uid != os.geteuid():
