@@ -9,9 +9,9 @@ from typing import Literal
 
 from ..errors import CorruptRecord
 from ..spill.folder import Owned
+from ..spill.home import OWNER
 from ..spill.reader import read_header, read_record
 from ..spill.record import NO_HEADER, Header
-from ..spill.run_folder import OWNER
 
 State = Literal["whole", "right", "wrong", "unfinished", "changing"]
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ..errors import Closed, SpillDirRefused
 from ..sizes import format_bytes
-from .home import Home
-from .run_folder import OWNER, RunFolder
+from .home import OWNER, Home, RunFolder
 
 _ATTEMPTS = 100
 
@@ -119,10 +118,10 @@ class Owned:
 def owners(spill_dir: str | os.PathLike[str]) -> list[Owned]:
     """All folders of this user below spill_dir. Raises SpillDirRefused."""
     found: list[Owned] = []
-    with contextlib.suppress(FileNotFoundError), Home(spill_dir) as home:
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(Home(spill_dir)) as home:
         for name in home.names():
             if (folder := home.open(name)) is not None:
-                with folder:
+                with contextlib.closing(folder):
                     alive = not folder.going and (folder.elsewhere() or not folder.lock(fcntl.LOCK_SH))
                     if folder.is_there():
                         found.append(_owned(folder, alive))
@@ -132,7 +131,7 @@ def owners(spill_dir: str | os.PathLike[str]) -> list[Owned]:
 def sweep(spill_dir: str | os.PathLike[str]) -> list[Owned]:
     """Remove the folders of this user's dead processes, and return them. Raises SpillDirRefused."""
     swept: list[Owned] = []
-    with contextlib.suppress(FileNotFoundError), Home(spill_dir) as home:
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(Home(spill_dir)) as home:
         swept += _sweep(home)
         home.remove_if_empty()
     return swept
@@ -173,7 +172,7 @@ def _sweep(home: Home) -> list[Owned]:
             if folder is None:
                 home.remove_unowned(name)
                 continue
-            with folder:
+            with contextlib.closing(folder):
                 if not folder.elsewhere() and folder.lock(fcntl.LOCK_EX, wait=going):
                     found = _owned(folder, alive=False)
                     if folder.remove():
