@@ -6,7 +6,7 @@ from .base import ALIGNMENT, HostMemory, HostPool, OutOfHostMemory, PoolStats, R
 from .cuda import CudaError, CudaPinnedMemory, CudaRegistrar
 from .direct import DirectMemory
 from .numa import node_of_pci
-from .pageable import LockedMemory, PageableMemory
+from .pages import LockedMemory, PageableMemory
 from .registered import RegisteredMemory, Registrar
 from .runtime import cannot_pin
 from .slab import SlabPool
