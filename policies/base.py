@@ -14,8 +14,8 @@ from typing import Protocol
 class Policy(Protocol):
     """Decides what is offloaded when, and when it is brought back.
 
-    A policy is advice. The manager fetches a block that is needed whatever the policy said, and ignores an action
-    that a block's state rules out. So the worst policy costs time, and never a number.
+    A policy is advice. The manager fetches a block that is needed whatever the policy said of it, and takes no
+    notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
     """
 
     def check(self, num_layers: int) -> None:
@@ -63,7 +63,7 @@ class ForwardEnd:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A layer saved a block for backward, or the block was saved between this layer and the next.
+    """A layer saved a block for backward, or it was saved after the layer's end and before the next one.
 
     A block that a later layer saves too is told again, with that layer.
     """

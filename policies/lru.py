@@ -99,7 +99,7 @@ class LRUPolicy:
             del self._graphs[block.graph.number]
 
     def _make_room(self, *queues: _Queue) -> list[Action]:
-        """Where too much stays, blocks of these queues begin to leave. Releases leaving blocks above the budget."""
+        """Where too much stays, blocks of these begin to leave. What is leaving is released where it must be."""
         actions: list[Action] = []
         if self._staying > self._budget // 2:
             for queue in queues:

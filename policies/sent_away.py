@@ -26,7 +26,7 @@ class SentAway:
     _on_disk: set[int] = field(default_factory=set)
 
     def follow(self, actions: Sequence[Action], home: Callable[[int], Home]) -> Sequence[Action]:
-        """Notes an answer, and returns it.
+        """Takes note of an answer, and returns it.
 
         home: the graph and the layer that a block belongs to, and its size in bytes.
         """

@@ -56,7 +56,7 @@ class Device:
         self._probe: Stream | None = None
 
     def current_stream(self) -> Stream:
-        """The calling thread's current stream."""
+        """The stream on which the caller's thread issues its work now."""
         return cast(Stream, torch.accelerator.current_stream(self._number)) if self._module else _INLINE
 
     def new_stream(self) -> Stream:

@@ -62,7 +62,7 @@ class Interrupts:
         self._closed = False
 
     def watch(self) -> None:
-        """Looks for new handlers. The main thread calls it now and then; other threads need not."""
+        """Looks for handlers that are new. To be called now and then by the main thread; others need not."""
         if self._closed or threading.get_ident() != threading.main_thread().ident:
             return
         handlers = list(map(getsignal, self._signals))

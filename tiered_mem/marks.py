@@ -13,7 +13,7 @@ _WHOLE = "_tiered_mem_whole"
 
 
 def mark_stays(tensor: torch.Tensor) -> None:
-    """The tensor's storage stays on the device, unless it has begun to leave."""
+    """The tensor's storage stays on the device, where it has not begun to leave it."""
     setattr(tensor.untyped_storage(), _STAYS, True)
 
 

@@ -28,8 +28,8 @@ _WORDS: dict[Reason, str] = {
 class Stayed:
     """Counts the bytes that one context's forwards save and that stay, and says once where most of them stay.
 
-    totals: those of the manager, by reason; they are counted up too.
-    silent: say nothing, as the user moves all by hand.
+    totals: those of the manager, by reason; counted in as well.
+    silent: it says nothing, as the user moves all by hand.
     """
 
     def __init__(self, totals: dict[Reason, Moved], *, silent: bool = False) -> None:
@@ -43,12 +43,12 @@ class Stayed:
         self._totals[reason].add(nbytes)
 
     def take_back(self, reason: Reason, nbytes: int) -> None:
-        """A tensor that was added moves after all."""
+        """One that was added moves after all."""
         self._bytes[reason] -= nbytes
         self._totals[reason].take_back(nbytes)
 
     def forward_ends(self, moved: int | None) -> None:
-        """moved: the saved bytes that have left or are leaving; None if the forward was broken off."""
+        """moved: how many bytes of what it has saved have left, or are leaving; None if it was broken off."""
         stayed, self._bytes = self._bytes, defaultdict(int)
         if moved is None:
             return
