@@ -3,7 +3,7 @@ BY_TWO := --numprocesses=2 --dist=loadfile
 # What runs without a device is the same in each schedule; and the libraries' models take long to import.
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
-                  emulator/test_library_models.py)
+                  test_recorded_allocations.py emulator/test_library_models.py)
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: the first
 # run with the detector has it.
 ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py link.py) \

@@ -37,10 +37,10 @@ class ForwardBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerBegin:
-    """A layer's forward begins, or its backward does.
+    """A layer's forward begins, or its backward.
 
-    Backwards come in any order, between forwards too, and one may be told several times. They are also told of a
-    graph that has no blocks any more.
+    Backwards come in any order, and also between forwards. One may be told several times, or of a graph that has no
+    blocks any more.
     """
 
     graph: int
@@ -50,7 +50,7 @@ class LayerBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerEnd:
-    """A layer's forward has ended: what it saves is known, but for what is saved between layers."""
+    """A layer's forward has ended. All that it saves is known, but for blocks that are saved between layers."""
 
     graph: int
     layer: int
@@ -89,10 +89,12 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class HostPressure:
-    """So many bytes of the host tier should go down to disk. Only told where there is a disk tier.
+    """`nbytes` bytes of the host tier should go down to disk. Only told where there is a disk tier.
 
-    Told when the host is nearly full, before it is, and again when it is; always between two answers, when all
-    actions of the last one are done.
+    Told when the host is nearly full, and when a slot is missing. Either may be while the Offload actions of an
+    answer are done, before the actions that follow them. A slot is also missing where backward needs a block that
+    is on disk, and where a module is offloaded. Of the answer only Release and Spill are done. The policy is told
+    again, with what is still missing, until it answers nothing new.
     """
 
     nbytes: int

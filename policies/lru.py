@@ -1,4 +1,4 @@
-"""Keep so many bytes on the device: what was not used for the longest time leaves, and is back for its backward."""
+"""Keep a number of bytes on the device: the least recently used blocks leave, and are back for their backward."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _GOING_ON = (Release, Reload, Fetch)
 
 
 class LRUPolicy:
-    """Keeps at most `device_bytes` of saved blocks on the device, whatever layers they are of.
+    """Keeps at most `device_bytes` of saved blocks on the device, whatever layers saved them.
 
-    Where more than half of that is on the device and not leaving, the blocks that were not used for the longest
-    time begin to leave, until three eighths are left. The other half is for what is on its way out: its memory is
-    given up only where the budget would be passed otherwise, so that copies have time to run beside compute. A
-    block that is saved again is used again. One that is larger than the budget leaves at once.
+    Where more than half of that is on the device and not leaving, the least recently used blocks begin to leave,
+    until three eighths are left. The other half is for blocks on their way out: their memory is given up only where
+    the budget would be passed otherwise, so that copies have time to run beside compute. Saving a block again
+    counts as a use. A block that is larger than the budget leaves at once.
 
     In backward blocks come back in the reverse order of their saving, before they are needed, and as many bytes
-    beyond those are fetched from disk. What backward is through with and still holds is the first to leave again.
-    Under host pressure what left the longest ago goes to disk.
+    beyond those are fetched from disk. Blocks that backward has used and still holds are the first to leave again.
+    Under host pressure the blocks that left the longest ago go to disk.
 
     device_bytes: an int of bytes or a string such as "4GiB". The policy hears of blocks when a sixteenth of that
         has been saved, or 64 MiB: by so much the device may hold more.
@@ -125,7 +125,7 @@ class LRUPolicy:
         return self._on_device - self._leaving.nbytes
 
     def _release_until(self, nbytes: int) -> list[Action]:
-        """No more than so many bytes are on the device, or none of them is leaving."""
+        """Releases leaving blocks until at most `nbytes` are on the device, or none is leaving."""
         actions: list[Action] = []
         while self._on_device > nbytes and (oldest := self._leaving.first()) is not None:
             actions.append(self._release(oldest))
@@ -173,7 +173,7 @@ class LRUPolicy:
         return releases + reloads + fetches
 
     def _recall(self, block: _Block, to: _Queue) -> list[Action]:
-        """Backward will need the block: it is not spilled, or fetched if it was."""
+        """Backward will need the block soon: it is fetched if it was spilled."""
         spilled = block.queue is self._on_disk
         block.graph.not_away(block)
         self._move(block, to)
@@ -200,7 +200,7 @@ class LRUPolicy:
         return Release(block.key)
 
     def _move(self, block: _Block, to: _Queue | None) -> None:
-        """Puts the block at the end of a queue, and out of the one that it is in."""
+        """Moves the block from its queue to the end of another."""
         if block.queue is not None:
             block.queue.remove(block)
             self._on_device -= block.nbytes * block.queue.on_device
@@ -233,7 +233,7 @@ class _Queue:
         return next(iter(self._blocks.values()), None)
 
     def until(self, layer: int | None) -> list[_Block]:
-        """The first blocks, up to one of this layer or of one below; None is all of them."""
+        """The first blocks, before one of this layer or of one below; None is all of them."""
         blocks: list[_Block] = []
         for block in self._blocks.values():
             if layer is not None and block.layer <= layer:
@@ -256,12 +256,12 @@ class _Queue:
 
 @dataclass
 class _Graph:
-    """One forward, and how far its backward has come.
+    """One forward, and the progress of its backward.
 
-    back: on the device again, and not yet used.
-    coming: those that are to follow next.
-    too_large: those that the budget has no room for. Backward reloads them itself when it must.
-    reached: the layer whose backward began last. What is away of the layers above comes back on demand only.
+    back: blocks that are on the device again, and not yet used.
+    coming: the blocks that follow next.
+    too_large: blocks that the budget has no room for. Backward reloads them itself when it must.
+    reached: the layer whose backward began last. Blocks of the layers above come back on demand only.
     """
 
     number: int
@@ -291,7 +291,7 @@ class _Graph:
         return list(self._away.get(layer, {}).values())
 
     def next_away(self) -> _Block | None:
-        """Of the blocks that are away, the one that backward needs next."""
+        """The block that backward needs next of those that are away."""
         if self.reached is None:
             return None
         below = bisect_right(self._layers, self.reached)

@@ -1,4 +1,4 @@
-"""Which layer each saved block belongs to."""
+"""Assigns each saved block to a layer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SavedByLayer(Generic[P]):
     def take_leaving(self, graph: int) -> Iterable[tuple[int, int]]:
         """Key and layer of the blocks whose layer has ended since this was last asked.
 
-        What a layer saves after its end is among them, in its turn.
+        Blocks that a layer saves after its end are among them, in their turn.
         """
         taken = self._graphs[graph]
         leaving, taken.leaving = taken.leaving, {}

@@ -1,4 +1,4 @@
-"""Where a policy has sent blocks, and which of them go on to disk."""
+"""Where a policy has sent blocks, and which go on to disk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Home = tuple[int, int, int]
 
 @dataclass
 class SentAway:
-    """Follows a policy's answers: which blocks leave the device, are on the host, or were sent on to disk.
+    """Follows a policy's answers: the blocks that leave the device, are on the host, or were sent on to disk.
 
-    A block is spilled once for each time that it leaves the device, and never when it was told to come back.
+    A block is spilled at most once each time it leaves the device, and never after its reload was advised.
     """
 
     _leaving: OrderedDict[int, Home] = field(default_factory=OrderedDict)
@@ -62,7 +62,7 @@ class SentAway:
                     del self._on_host[home[:2]]
 
     def spill(self, nbytes: int, needed_last: Callable[[tuple[int, int]], Any]) -> list[Action]:
-        """Sends so many bytes on to disk. What is leaving is released and goes too where the rest is too little.
+        """Sends `nbytes` on to disk. Where the host has too few blocks, leaving ones are released and go too.
 
         needed_last: the sort key of a graph and a layer; the blocks of the smallest go first.
         """
@@ -81,5 +81,5 @@ class SentAway:
         return releases + spills
 
     def fetch(self, keys: Iterable[int]) -> list[Fetch]:
-        """Fetches those of the blocks that were sent to disk."""
+        """Fetches the blocks that were sent to disk."""
         return [Fetch(key) for key in keys if key in self._on_disk]

@@ -1,4 +1,4 @@
-"""What a user says of the memory of a tensor: that it stays on the device, or that it moves as a whole.
+"""A user's marks on the memory of a tensor: it stays on the device, or it moves as a whole.
 
 A mark lies on the storage. So it holds for every view of it, for the copies of the handle that autograd makes, and
 for as long as the memory lives, without a list of tensors anywhere.

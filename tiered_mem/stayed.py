@@ -1,4 +1,4 @@
-"""What layers save for backward and what of it stays on the device, by reason."""
+"""Counts the tensors that layers save for backward and that stay on the device, by reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS: dict[Reason, str] = {
 
 
 class Stayed:
-    """Counts for one context what its forwards save and what of that stays, and says once where that is the most.
+    """Counts the bytes that one context's forwards save and that stay, and says once where most of them stay.
 
     totals: those of the manager, by reason, to which each forward adds its own when it ends.
     silent: it says nothing, as the user moves all by hand.

@@ -55,9 +55,9 @@ class GuardedPool:
         self._lock = lock
         self.slab, self.trim, self.stats = pool.slab, pool.trim, pool.stats
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
+    def allocate(self, nbytes: int) -> Region:
         assert self._lock.locked()
-        return self._pool.allocate(nbytes, resident=resident)
+        return self._pool.allocate(nbytes)
 
     def deallocate(self, region: Region) -> None:
         assert self._lock.locked()
