@@ -71,7 +71,7 @@ OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="opt
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts")
 SUBJECTS = (
     Subject(code("transfer", "tiers", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
-    Subject(code("store", "block_copies"), found_by(*BLOCKS, *SAVED)),
+    Subject(code("store", "block_copies"), found_by(*BLOCKS, *SAVED, "spilling")),
     Subject(code("turn", "activations", "saved_tensor"), TURN_TESTS, calls=TURNS),
     Subject(code("host_room"), found_by("run_ahead", "spilling")),
     Subject(code("spiller", "wanted"), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),

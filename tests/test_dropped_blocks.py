@@ -11,7 +11,7 @@ from tests.conftest import Link
 from tests.service import NBYTES, SLOW, OnCommand, Service, make_tensor
 from tiered_mem import TieringManager
 from tiered_mem.block import view_of
-from tiered_mem.policies import Offload, Release, Reload
+from tiered_mem.policies import Action, Event, LayerEnd, Offload, Release, Reload
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -112,3 +112,19 @@ def test_the_host_waits_for_room_that_is_about_to_be_free(device: str, link: Lin
         service.let_go(second)
         assert manager.stats()["host.waits.total"] == 1
         assert manager.stats()["kept.blocks.total"] == 0
+
+
+def test_a_block_that_is_dropped_while_the_manager_is_at_work_is_gone_after_that(device: str) -> None:
+    """Here a policy drops it. Nothing happens afterwards that would give it up as well."""
+
+    class Dropping(OnCommand):
+        def decide(self, event: Event) -> list[Action]:
+            if isinstance(event, LayerEnd):
+                manager.activations.dropped.append(block)
+                manager.activations.bury()
+            return []
+
+    with TieringManager(policy=Dropping(), device=device, host_bytes="32MiB") as manager:
+        block, _ = manager.activations.save(torch.ones(1024, device=device), graph=0, layer=0)
+        manager.activations.notify(LayerEnd(graph=0, layer=0))
+        assert manager.stats()["device.blocks.current"] == 0

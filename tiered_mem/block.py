@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from .device import Stream
 from .marks import moves_whole
+from .spill.disk_record import Record
 from .tiers import HostSlot
 from .transfer import Ticket
-
-if TYPE_CHECKING:
-    from .spill_moves import Read, Stored, Write
 
 # Which storage, the first byte in it, and the number of bytes.
 Span = tuple[int, int, int]
@@ -36,6 +35,28 @@ class Place(enum.Enum):
     DISK = "disk"  # and nowhere else, though a read may be under way
     ARRIVING = "arriving"  # a copy to the device is under way or done, nobody has waited for it yet
     GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """A record, and how many blocks and reads need it."""
+
+    record: Record
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """Where a block is on disk: in which record, and which piece of it."""
+
+    shared: Shared
+    index: int
+
+
+class Move:
+    """A file operation that blocks take part in."""
+
+    __slots__ = ()
 
 
 class Block:
@@ -72,7 +93,7 @@ class Block:
         self.host: HostSlot | None = None
         self.ticket: Ticket | None = None
         self.stored: Stored | None = None
-        self.move: Write | Read | None = None
+        self.move: Move | None = None
         self.unwanted: Ticket | None = None
         self.place = Place.DEVICE
         self.versions: list[tuple[torch.Tensor, int]] = []

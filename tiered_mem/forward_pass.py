@@ -6,20 +6,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .activations import Activations
 from .interrupts import uninterrupted
 from .movable import Movable, has_storage
 from .parts import take_apart
 from .policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
 from .saved_tensor import KeptTensor, Saved, SavedParts, SavedTensor, StrayTensor, keep
-
-if TYPE_CHECKING:
-    from .activations import Activations
-
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .activations import Activations
 from .block import Block, Origin, View, origin_of
 from .errors import changed_tensor
 from .interrupts import uninterrupted
 from .parts import Apart
-
-if TYPE_CHECKING:
-    from .activations import Activations
 
 
 class SavedTensor:

@@ -8,11 +8,11 @@ from itertools import groupby
 
 import torch
 
-from .block import Block, Place, groups
+from .block import Block, Place, Shared, Stored, groups
 from .errors import TierFull
 from .spill.disk_tier import DiskTier
 from .spill.record_io import Piece
-from .spill_moves import Member, Read, Shared, Stored, Write
+from .spill_moves import Member, Read, Write
 from .stats import Counters
 from .tiers import HostSlot, HostTier
 
