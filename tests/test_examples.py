@@ -15,7 +15,10 @@ from tests.conftest import EMULATED, RACES
 ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "3", "--width", "96", "--context", "128", "--batch", "8"]
 
-pytestmark = pytest.mark.skipif(not EMULATED, reason="the budgets are chosen for the emulated NPU")
+pytestmark = [
+    pytest.mark.skipif(not EMULATED, reason="the budgets are chosen for the emulated NPU"),
+    pytest.mark.slow(why="each is a program that trains"),
+]
 no_detector = pytest.mark.skipif(RACES, reason="it measures, and the detector takes its part of the time")
 
 

@@ -76,6 +76,7 @@ SCRIPT = """
     """
 
 
+@pytest.mark.slow(why="a process imports torch, and loses its device")
 def test_nobody_waits_for_work_that_was_dropped(tmp_path: Path) -> None:
     folder = tmp_path / "spill"
     folder.mkdir()

@@ -191,6 +191,7 @@ with TieringManager(policy=Now(), device="npu", host_bytes="48MiB") as manager:
 """
 
 
+@pytest.mark.slow(why="a process imports torch")
 @pytest.mark.skipif(not EMULATED, reason="the emulated device alone has an old stack")
 @pytest.mark.parametrize(
     ("stack_version", "source"), [("current", "AclPinnedMemory"), ("old", "TorchPinnedMemory")]

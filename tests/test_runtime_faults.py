@@ -15,7 +15,10 @@ from tests.conftest import EMULATED
 from tests.emulator.launch import EMULATOR, run, write_script
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.skipif(not EMULATED, reason="only the emulated runtime can be told to fail")
+pytestmark = [
+    pytest.mark.skipif(not EMULATED, reason="only the emulated runtime can be told to fail"),
+    pytest.mark.slow(why="each process imports torch, and has faults"),
+]
 
 FAULTS = """
     import faulthandler, logging

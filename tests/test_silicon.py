@@ -59,6 +59,7 @@ def environment(folder: Path) -> dict[str, str]:
     return dict(os.environ) | {"TMPDIR": str(folder)}
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_the_tests_run_without_the_emulator_and_what_else_a_machine_may_lack(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(LACKING)
     tests = ("tests/test_sizes.py", "tests/test_repeated_blocks.py", "tests/test_spilling.py", "tests/emulator")

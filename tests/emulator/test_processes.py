@@ -221,6 +221,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow(why="two processes import torch")
 def test_each_device_has_its_own_memory(devices: dict[str, Any]) -> None:
     assert devices["count"] == 2
     assert devices["allocated"] == [0, 48]
@@ -253,6 +254,7 @@ def test_a_spawned_process_has_the_devices_with_memory_of_its_own(devices: dict[
     assert devices["child"] == [2, 64, 10.0]
 
 
+@pytest.mark.slow(why="three processes import torch")
 def test_two_ranks_train_the_same_model_each_on_its_own_device(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import ascend_emulator
+import pytest
 from ascend_emulator import Span
 
 from tests.emulator.acl import D2D, D2H, H2D, Acl
@@ -106,6 +107,7 @@ def test_a_trace_has_what_perfetto_needs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "empty.json").read_text()) == {"traceEvents": []}
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_a_slow_copy_overlaps_with_matrix_products(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -18,6 +18,7 @@ SECONDS = 60
 
 pytestmark = [
     pytest.mark.skipif(RACES, reason="its processes are on the CPU, and run without the detector already"),
+    pytest.mark.slow(why="its processes import torch, and meet for each step"),
     pytest.mark.timeout(2 * SECONDS),
 ]
 
