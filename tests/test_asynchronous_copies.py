@@ -22,8 +22,8 @@ from tests.emulator.launch import EMULATOR, run, write_script
 pytestmark = pytest.mark.skipif(not EMULATED, reason="the emulated device alone has a timeline, and an old stack")
 
 ROOT = Path(__file__).parents[1]
-LAYERS, NBYTES = 3, 3 << 20  # each layer saves two tensors of that size
-LINK = "50MB/s"  # 60 ms for each
+LAYERS, NBYTES = 3, 5 << 18  # each layer saves two tensors of that size
+LINK = "5MB/s"  # a quarter of a second for each
 DIRECTIONS = {"copy_d2h": "offloaded", "copy_h2d": "reloaded"}
 SOURCES = {"current": "AclPinnedMemory", "old": "TorchPinnedMemory"}
 
@@ -151,7 +151,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> TakeStep:
 slow = partial(pytest.param, marks=pytest.mark.slow(why="one kind of step more, in a process that imports torch"))
 
 
-@pytest.fixture(params=[("current", "1"), slow(("current", "0")), slow(("old", "1")), slow(("old", "0"))], ids="-".join)
+@pytest.fixture(
+    params=[("current", "1"), slow(("current", "0")), slow(("old", "1")), slow(("old", "0"))], ids="-".join
+)
 def unpinned_step(request: pytest.FixtureRequest, step: TakeStep) -> Step:
     """A step over host memory that is not pinned, on each stack with and without the queue."""
     stack, queue = request.param

@@ -23,7 +23,7 @@ SCRIPT = """
     from tests.models import is_right_step, stack
     from tiered_mem import TieringManager
 
-    faulthandler.dump_traceback_later(50, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
 
     def manager(**options):
         return TieringManager(policy="layer-order", device="npu", preallocate=False, **options)

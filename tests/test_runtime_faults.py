@@ -27,7 +27,7 @@ FAULTS = """
     from tiered_mem import TieringManager
     from tiered_mem.errors import PinningFailed
 
-    faulthandler.dump_traceback_later(50, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     logging.basicConfig(format="%(levelname)s %(message)s", level="WARNING")
 
     def manager(pin, **arguments):

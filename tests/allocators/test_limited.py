@@ -106,7 +106,7 @@ def test_threads_together_keep_to_the_limit() -> None:
             self.all_here = threading.Barrier(4)
 
         def allocate(self, nbytes: int) -> Region:
-            self.all_here.wait(timeout=10)
+            self.all_here.wait(timeout=60)
             return super().allocate(nbytes)
 
     memory = LimitedMemory(Meeting(), 4 * MIB)

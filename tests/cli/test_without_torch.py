@@ -80,6 +80,7 @@ def test_a_backend_that_does_not_load_is_one_line(broken: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_the_cpu_needs_no_backend(broken: Path) -> None:
     done = run("-c", STEP, cwd=ROOT, pythonpath=broken, **WITHOUT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "32.0 True\n", "")

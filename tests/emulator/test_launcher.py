@@ -148,6 +148,7 @@ def test_pytest_runs_as_a_module(tmp_path: Path) -> None:
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_stdout_carries_only_what_the_script_printed(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -229,6 +229,7 @@ def test_each_device_has_its_own_memory(devices: dict[str, Any]) -> None:
     assert devices["too much"].startswith("OutOfMemoryError: ")
 
 
+@pytest.mark.slow(why="its processes import torch")
 def test_a_device_that_does_not_exist_is_an_error(devices: dict[str, Any]) -> None:
     for error in devices["no device"]:
         assert error.startswith("RuntimeError: ")
