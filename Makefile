@@ -10,13 +10,13 @@ RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
                   emulator/test_library_models.py)
-# So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: the first
-# run with the detector has it.
+# So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
+# has it.
 ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py link.py) \
         $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
           distributed_checkpoints.py failures.py trials.py)
-# And the first run of all leaves these to the detector's.
+# And the run with the task queue leaves to the others what takes them long.
 DETECTED := --ignore=tests/emulator/test_training_set.py \
             $(addprefix --ignore=tests/te/test_,layers.py marks.py manual.py) \
             $(addprefix --ignore=tests/optimizer/test_,equality.py strange_optimizers.py checkpoints.py \
