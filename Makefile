@@ -9,7 +9,7 @@ RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 # What runs without a device is the same in each schedule; and the libraries' models take long to import.
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
-                  emulator/test_library_models.py)
+                  test_recorded_allocations.py emulator/test_library_models.py)
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
 # has it.
 ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py link.py) \

@@ -1,4 +1,4 @@
-"""Ascend's runtime by ctypes: its functions, and what it says of a failure."""
+"""Ascend's runtime by ctypes: its functions and its errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AclRuntime:
         self._bus_id = self.optional("aclrtDeviceGetPCIBusId", ctypes.c_int32, ctypes.c_char_p, ctypes.c_int32)
 
     def function(self, name: str, *arguments: Any) -> Any:
-        """A function of these arguments' types that returns an ACL code. Raises OSError if there is none."""
+        """A function with arguments of these types that returns an ACL code. Raises OSError if there is none."""
         function = self.optional(name, *arguments)
         if function is None:
             raise OSError(
@@ -65,7 +65,7 @@ class AclRuntime:
         return function
 
     def error(self, function: str, code: int, nbytes: int | None = None) -> AclError:
-        """The error for a function that returned `code` just now, on this thread. It is told, so forgotten."""
+        """The error for a function that returned `code` just now, on this thread. The runtime forgets it."""
         # torch_npu puts the remembered code in place of that of a later failure, so a refused request
         # that we report ourselves must not stay behind. Any other code is not ours to clear.
         if self._peek and self._clear and self._peek(_THREAD_LEVEL) == code:
@@ -74,14 +74,14 @@ class AclRuntime:
         return AclError(function, code, nbytes, (text or b"").decode(errors="replace").strip())
 
     def recall(self, function: str, nbytes: int) -> AclError:
-        """As `error`, for a function whose code somebody kept to themselves: the runtime remembers it."""
+        """As `error`, for a function whose caller did not hand on the code: the runtime remembers it."""
         code = self._peek(_THREAD_LEVEL) if self._peek else 0
         return self.error(function, code, nbytes)
 
     def pci_bus_id(self, device: int) -> str | None:
-        """A device's place on the PCI bus, such as "0000:3d:00.0".
+        """A device's address on the PCI bus, such as "0000:3d:00.0".
 
-        None where the runtime cannot tell: old ones, and devices that are not on PCI.
+        None where the runtime is too old to tell, and for devices that are not on PCI.
         """
         if self._bus_id is None:
             return None

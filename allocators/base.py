@@ -1,4 +1,4 @@
-"""What every source of host memory has in common: regions, the protocol, and its errors."""
+"""Host memory as every source gives it: regions, the protocol, and its errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
+
+from ..sizes import format_bytes
 
 ALIGNMENT = 4096
 
@@ -30,11 +32,11 @@ class HostMemory(Protocol):
         ...
 
     def footprint(self, nbytes: int) -> int:
-        """Return how much memory a region of `nbytes` takes: what rounding and bookkeeping add is in it."""
+        """Return how much memory a region of `nbytes` takes, with what rounding and bookkeeping add."""
         ...
 
     def close(self) -> None:
-        """Release everything held. Closing again does nothing.
+        """Release everything held. Idempotent.
 
         Raises RuntimeError, and changes nothing, while regions are still allocated.
         """
@@ -44,16 +46,12 @@ class HostMemory(Protocol):
 class HostPool(HostMemory, Protocol):
     """A `HostMemory` that cuts its regions out of larger slabs, and keeps count."""
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
-        """As `HostMemory.allocate`. `resident` memory is to stay for as long as the pool does."""
-        ...
-
     def slab(self, region: Region) -> Region:
         """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
         ...
 
     def trim(self) -> int:
-        """Give memory that nobody uses back to where it came from; return how many bytes that were."""
+        """Give unused memory back to where it came from. Return how many bytes."""
         ...
 
     def stats(self) -> PoolStats:
@@ -75,10 +73,9 @@ class Region(NamedTuple):
 class PoolStats:
     """The state of a `HostPool`: bytes, unless said otherwise.
 
-    `reserved` is held in `slabs` slabs, of which `used` (sizes rounded up to 4096) is allocated now and
-    `peak` was at most. `largest_free` is the largest request that needs no growth. `failures` counts
-    the requests that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`, and
-    `source_failures` those that it refused.
+    The pool holds `reserved` in `slabs` slabs. Of that `used` is allocated now, in sizes rounded up to 4096, and
+    `peak` was the most. `largest_free` is the largest request that needs no growth. `failures` counts the requests
+    that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`, and `source_failures` its refusals.
     """
 
     source: str
@@ -94,7 +91,7 @@ class PoolStats:
 
     @property
     def fragmentation(self) -> float:
-        """The share of the free bytes that one request cannot have: 0 if all lie together, or none is free."""
+        """The share of the free bytes that no single request can have: 0 if they lie together, or none is free."""
         free = self.reserved - self.used
         return 1 - self.largest_free / free if free else 0.0
 
@@ -128,25 +125,14 @@ class OutOfHostMemory(MemoryError):
         self.limit = limit
 
     def __str__(self) -> str:
-        numbers = [f"needed {human(self.needed)}"]
+        numbers = [f"needed {format_bytes(self.needed)}"]
         if self.free is not None:
-            numbers.append(f"free {human(self.free)}")
+            numbers.append(f"free {format_bytes(self.free)}")
         if self.largest_free is not None:
-            numbers.append(f"largest free {human(self.largest_free)}")
-        numbers.append(f"used {human(self.used)}")
-        numbers.append("no limit set" if self.limit is None else f"limit {human(self.limit)}")
+            numbers.append(f"largest free {format_bytes(self.largest_free)}")
+        numbers.append(f"used {format_bytes(self.used)}")
+        numbers.append("no limit set" if self.limit is None else f"limit {format_bytes(self.limit)}")
         return f"{self.reason} ({', '.join(numbers)}). {self.advice}"
-
-
-def human(nbytes: int) -> str:
-    """Say a size in bytes in the largest binary unit that fits."""
-    if nbytes < 1 << 10:
-        return f"{nbytes} B"
-    if nbytes < 1 << 20:
-        return f"{nbytes / (1 << 10):.1f} KiB"
-    if nbytes < 1 << 30:
-        return f"{nbytes / (1 << 20):.1f} MiB"
-    return f"{nbytes / (1 << 30):.2f} GiB"
 
 
 def round_up(nbytes: int) -> int:
@@ -171,11 +157,11 @@ def not_allocated(owner: object, region: Region) -> ValueError:
 
 
 def still_allocated(owner: object, regions: Collection[Region]) -> RuntimeError:
-    """The error for closing `owner` while `regions` are in use."""
+    """The error for closing `owner` while `regions` are allocated."""
     named = ", ".join(str(region) for region in islice(regions, 4))
     more = ", ..." if len(regions) > 4 else ""
     count = "1 region" if len(regions) == 1 else f"{len(regions)} regions"
-    total = human(sum(region.nbytes for region in regions))
+    total = format_bytes(sum(region.nbytes for region in regions))
     return RuntimeError(
         f"cannot close {type(owner).__name__}: {count} of {total} still allocated "
         f"({named}{more}). Deallocate them first"

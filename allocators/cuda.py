@@ -64,7 +64,7 @@ class CudaError(RuntimeFailure):
 
 
 class _CudaRuntime:
-    """The functions of libcudart, and what it says of a failure."""
+    """The functions of libcudart and its errors."""
 
     failure: ClassVar[type[RuntimeFailure]] = CudaError
 
@@ -75,7 +75,7 @@ class _CudaRuntime:
         self._forget = self.function("cudaGetLastError")
 
     def function(self, name: str, *arguments: Any) -> Any:
-        """A function of these arguments' types that returns a CUDA error. Raises OSError if there is none."""
+        """A function with arguments of these types that returns a CUDA error. Raises OSError if there is none."""
         function = getattr(self._runtime, name, None)
         if function is None:
             raise OSError(
@@ -87,7 +87,7 @@ class _CudaRuntime:
         return function
 
     def error(self, function: str, code: int, nbytes: int | None = None) -> CudaError:
-        """The error for a function that returned `code` just now, on this thread. It is told, so forgotten."""
+        """The error for a function that returned `code` just now, on this thread. CUDA forgets it."""
         # CUDA remembers it, and the check after the next kernel launch would take it for that one's.
         self._forget()
         text: bytes = self._text(code) or b"unknown"

@@ -1,4 +1,4 @@
-"""What sources have in common that get each region by itself."""
+"""The common part of sources that get each region by itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LARGEST = sys.maxsize - (4 << 20)  # leaves room for alignment
 
 
 class DirectMemory(ABC, Generic[Held]):
-    """A `HostMemory` that keeps account of its regions. A subclass says how one is obtained and given back.
+    """A `HostMemory` that keeps account of its regions. A subclass obtains and gives back a single one.
 
-    `Held` is what the subclass needs to give a region back. The object must outlive its regions, and does
-    not free them by itself.
+    `Held` is what the subclass needs to give a region back. The object must outlive its regions, and never frees
+    them by itself.
     """
 
     def __init__(self) -> None:
@@ -72,11 +72,11 @@ class DirectMemory(ABC, Generic[Held]):
 
     @abstractmethod
     def _obtain(self, nbytes: int) -> tuple[int, Held]:
-        """Return an address on a 4096-byte boundary with `nbytes` bytes, and what giving it back needs.
+        """Return the address of `nbytes` bytes on a 4096-byte boundary, and what `_give_back` needs.
 
-        Where there is not enough memory it raises OutOfHostMemory, in which `used` need not be right.
+        Raises OutOfHostMemory, in which `used` need not be right.
         """
 
     @abstractmethod
     def _give_back(self, region: Region, held: Held) -> None:
-        """Give a region back, or raise and leave it as it is. One thread at a time is in here."""
+        """Give a region back, or raise and leave it as it is. One thread at a time calls this."""

@@ -7,10 +7,10 @@ from .size_index import SizeIndex
 
 
 class FreeRanges:
-    """Ranges of addresses in whole units of 4096 bytes, none of which touches another one of its slab.
+    """Ranges of addresses in whole units of 4096 bytes. Two ranges of one slab never touch.
 
-    Found by where they begin, by where they end, and by size. Nothing here takes longer for being many, but for
-    `take_slab`, which may look at all of one size. A slab is a region of the pool's source.
+    A range is found by its start, its end or its size, in a time that does not depend on how many there are. A slab
+    is a region of the pool's source.
     """
 
     __slots__ = ("_begin_at", "_end_at", "_of_size", "_sizes")
@@ -22,7 +22,7 @@ class FreeRanges:
         self._sizes = SizeIndex()
 
     def largest(self) -> int:
-        """The size of the largest; 0 if there is none."""
+        """The size of the largest range; 0 if there is none."""
         return self._sizes.largest() * ALIGNMENT
 
     def covers(self, slab: Region) -> bool:
@@ -31,7 +31,7 @@ class FreeRanges:
         return found is not None and found[0] == slab.nbytes
 
     def add(self, start: int, size: int, slab: Region) -> None:
-        """A range that touches no other one of its slab."""
+        """Adds a range that touches no other one of its slab."""
         self._begin_at[start] = size, slab
         self._end_at[start + size] = start
         starts = self._of_size.get(size)
@@ -42,7 +42,7 @@ class FreeRanges:
             starts[start] = None
 
     def take(self, start: int) -> tuple[int, int, Region]:
-        """Removes the range that begins there. Returns its start, size and slab."""
+        """Removes the range that begins at `start`. Returns its start, size and slab."""
         size, slab = self._begin_at.pop(start)
         del self._end_at[start + size]
         starts = self._of_size[size]
@@ -54,7 +54,7 @@ class FreeRanges:
         return start, size, slab
 
     def take_smallest(self, size: int) -> tuple[int, int, Region] | None:
-        """Removes the smallest range of at least `size` bytes, of several the newest. None if there is none."""
+        """Removes the smallest range of at least `size` bytes, the newest of several. None if there is none."""
         units = self._sizes.at_least(size // ALIGNMENT)
         if units is None:
             return None
@@ -67,15 +67,8 @@ class FreeRanges:
         del self._end_at[start + found]
         return start, *self._begin_at.pop(start)
 
-    def take_slab(self, size: int) -> tuple[int, int, Region] | None:
-        """Removes a range of `size` bytes that is a whole slab. None if there is none."""
-        for start in self._of_size.get(size, ()):
-            if self._begin_at[start][1].nbytes == size:
-                return self.take(start)
-        return None
-
     def merge(self, start: int, size: int, slab: Region) -> None:
-        """Adds a range, made one with those of its slab that it touches."""
+        """Adds a range, joined with the ranges of its slab that it touches."""
         end = start + size
         if start != slab.ptr:
             before = self._end_at.get(start)

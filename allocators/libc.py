@@ -1,4 +1,4 @@
-"""The operating system's calls on memory that Python does not have."""
+"""System calls on memory that Python does not offer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Libc:
         self._syscall.restype = ctypes.c_long
 
     def map(self, nbytes: int) -> int:
-        """Return the address of new anonymous private memory, which is zero."""
+        """Return the address of new anonymous private memory. It is zero."""
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         ptr: int = self._mmap(None, nbytes, protection, flags, -1, 0)
         if ptr == -1:
@@ -38,7 +38,7 @@ class Libc:
         return ptr
 
     def unmap(self, ptr: int, nbytes: int) -> None:
-        """Whole pages; they may be a part of what was mapped."""
+        """Unmap whole pages. They may be a part of what was mapped."""
         if self._munmap(ptr, nbytes) != 0:
             raise _refused("munmap")
 
@@ -52,7 +52,7 @@ class Libc:
             raise _refused("madvise")
 
     def prefer_node(self, ptr: int, nbytes: int, node: int) -> None:
-        """Take the pages that come from now on from a NUMA node as long as it has any, and then from others."""
+        """Take pages that are touched later from a NUMA node, as long as it has any."""
         number = _MBIND.get(platform.machine())
         if number is None:
             raise OSError(f"the number of the system call mbind is not known on {platform.machine()}")

@@ -1,4 +1,4 @@
-"""Which part of the machine's memory is near a device."""
+"""The part of the machine's memory that is near a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 def node_of_pci(bus_id: str, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """Return the NUMA node that a PCI device is attached to; None where the system does not know.
 
-    bus_id: such as "0000:3d:00.0". Raises ValueError for what is not a PCI address.
+    bus_id: such as "0000:3d:00.0". Raises ValueError for any other text.
     """
     match = re.fullmatch(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", bus_id.lower())
     if match is None:

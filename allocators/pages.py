@@ -1,4 +1,4 @@
-"""Memory straight from the operating system."""
+"""Memory straight from the operating system: ordinary pages, and pages that stay in RAM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
 
-from .base import OutOfHostMemory, human
+from ..sizes import format_bytes
+from .base import OutOfHostMemory, Region
 from .direct import DirectMemory, Held
 from .libc import Libc
 
@@ -21,10 +22,10 @@ _log = logging.getLogger("tiered_mem.allocators")
 
 
 class Pages:
-    """Anonymous private pages from a 2 MiB boundary on, for which huge pages are asked.
+    """Anonymous private pages from a 2 MiB boundary on. The kernel is asked for huge ones.
 
-    nbytes: rounded up to whole pages of the kernel's. The memory is zero, and takes up RAM as it is
-    first written. Raises OSError where the kernel has no room.
+    nbytes: rounded up to whole pages of the kernel. The memory is zero, and takes up RAM when it is first written.
+    Raises OSError where the kernel has no room.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -45,11 +46,11 @@ class Pages:
             self._libc.ask_for_huge_pages(self.ptr, self.nbytes)
 
     def prefer_node(self, node: int) -> None:
-        """Ask for pages of a NUMA node, before any is touched. Raises OSError."""
+        """Ask for pages of a NUMA node. Call it before any page is touched. Raises OSError."""
         self._libc.prefer_node(self.ptr, self.nbytes, node)
 
     def touch(self) -> None:
-        """Write zeros to all pages, on several threads: having the kernel find and clear them takes long."""
+        """Write zeros to all pages, on several threads, for the kernel takes long to find and clear them."""
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         huge_pages = -(-self.nbytes // HUGE_PAGE)
         share = -(-huge_pages // threads) * HUGE_PAGE
@@ -59,19 +60,19 @@ class Pages:
             each.result()
 
     def lock(self) -> None:
-        """Keep the pages in RAM. Raises OSError, which tells how much the process may lock."""
+        """Keep the pages in RAM. Raises OSError that says how much the process may lock."""
         try:
             self._libc.lock(self.ptr, self.nbytes)
         except OSError as error:
             soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             raise OSError(
                 error.errno,
-                f"cannot lock {human(self.nbytes)} in RAM ({error.strerror}); RLIMIT_MEMLOCK is "
+                f"cannot lock {format_bytes(self.nbytes)} in RAM ({error.strerror}); RLIMIT_MEMLOCK is "
                 f"{_limit(soft)}, at most {_limit(hard)}",
             ) from None
 
     def unmap(self) -> None:
-        """Give the memory back. Raises OSError, and leaves it."""
+        """Give the memory back. Where it raises OSError the memory stays."""
         self._libc.unmap(self.ptr, self.nbytes)
 
     def _zero(self, start: int, share: int) -> None:
@@ -81,8 +82,8 @@ class Pages:
 class PageMemory(DirectMemory[Held]):
     """A `DirectMemory` that maps its regions.
 
-    numa_node: where the memory is to lie as long as there is room. Where the kernel refuses, as it does
-    in many containers, this is logged once. Raises ValueError for a negative node.
+    numa_node: where the memory should lie as long as there is room. Where the kernel refuses, as it does in many
+    containers, this is logged once. Raises ValueError for a negative node.
     """
 
     def __init__(self, numa_node: int | None = None) -> None:
@@ -93,7 +94,7 @@ class PageMemory(DirectMemory[Held]):
         self._told_of_node = False
 
     def footprint(self, nbytes: int) -> int:
-        """Return how much memory a region takes: whole pages of the kernel's."""
+        """Return how much memory a region takes: whole pages of the kernel."""
         return whole_pages(nbytes)
 
     def _map(self, nbytes: int) -> Pages:
@@ -124,8 +125,52 @@ class PageMemory(DirectMemory[Held]):
                 )
 
 
+class PageableMemory(PageMemory[Pages]):
+    """A `HostMemory` of ordinary pages. See `PageMemory` for `numa_node`.
+
+    The memory is not pinned, so that devices copy to and from it synchronously. It is zeroed, and takes up RAM when
+    it is first written.
+    """
+
+    def _obtain(self, nbytes: int) -> tuple[int, Pages]:
+        pages = self._map(nbytes)
+        return pages.ptr, pages
+
+    def _give_back(self, region: Region, held: Pages) -> None:
+        held.unmap()
+
+
+class LockedMemory(PageableMemory):
+    """A `HostMemory` of pages that are in RAM from the start, and stay there.
+
+    Devices do not know that, so copies are those of pageable memory without the page faults. The process must be
+    allowed to lock as much; otherwise a request raises OutOfHostMemory.
+    """
+
+    def _obtain(self, nbytes: int) -> tuple[int, Pages]:
+        pages = self._map(nbytes)
+        try:
+            pages.touch()
+            pages.lock()
+        except OSError as error:
+            pages.unmap()
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            raise OutOfHostMemory(
+                str(error.strerror),
+                "Raise it with ulimit -l, for a container with --ulimit memlock=-1, or give the process "
+                "CAP_IPC_LOCK; PageableMemory locks nothing",
+                needed=nbytes,
+                used=0,
+                limit=None if soft == resource.RLIM_INFINITY else soft,
+            ) from error
+        except BaseException:
+            pages.unmap()
+            raise
+        return pages.ptr, pages
+
+
 def whole_pages(nbytes: int) -> int:
-    """Round a size up to whole pages of the kernel's."""
+    """Round a size up to whole pages of the kernel."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

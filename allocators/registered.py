@@ -1,4 +1,4 @@
-"""Memory of ours that a device's runtime is told of."""
+"""Memory of our own that a device's runtime is told of."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _log = logging.getLogger("tiered_mem.allocators")
 
 
 class Registrar(Protocol):
-    """Makes host memory known to a device's runtime, so that copies are the device's own work.
+    """Makes host memory known to a device's runtime, so that the device copies by itself.
 
-    A range is whole pages, and overlaps no other that is registered.
+    A range is whole pages, and overlaps no other registered range.
     """
 
     def register(self, ptr: int, nbytes: int) -> None:
-        """Raises OutOfHostMemory or RuntimeError, and leaves nothing registered."""
+        """Raises OutOfHostMemory or RuntimeError; then nothing is registered."""
         ...
 
     def unregister(self, ptr: int) -> None:
-        """Take back the registration that starts at `ptr`. Raises RuntimeError, and leaves it."""
+        """Take back the registration that starts at `ptr`. Where it raises RuntimeError the registration stays."""
         ...
 
 
 @dataclass(slots=True)
 class _Registered:
-    """Pages, and where the chunks of them start that are registered."""
+    """Pages, and the starts of their registered chunks."""
 
     pages: Pages
     chunks: list[int] = field(default_factory=list)
@@ -38,14 +38,14 @@ class _Registered:
 class RegisteredMemory(PageMemory[_Registered]):
     """A `HostMemory` of pages that a device's runtime knows as pinned.
 
-    They are touched by several threads before they are registered, which takes a fraction of the time
-    that runtimes need to pin memory of their own. They are locked as well, since registration with some
-    drivers locks nothing; where the process may not lock them, this is logged once.
+    Several threads touch the pages before they are registered. That takes a fraction of the time that runtimes need
+    to pin memory of their own. The pages are locked as well, since registration with some drivers locks nothing;
+    where the process may not lock them, this is logged once.
 
-    registrar: whose `register` pins. What it raises, allocate and deallocate raise.
+    registrar: pins the pages. allocate and deallocate raise what it raises.
     numa_node: see `PageMemory`.
-    chunk_bytes: how much is registered in one piece; drivers refuse hundreds of GiB. A copy should
-        not cross from one chunk to the next, so the slabs of a pool on top should be smaller.
+    chunk_bytes: how much is registered in one piece; drivers refuse hundreds of GiB. A copy should not cross from
+        one chunk to the next, so the slabs of a pool on top should be smaller.
 
     Raises ValueError if `chunk_bytes` is not whole pages.
     """

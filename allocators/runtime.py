@@ -1,18 +1,19 @@
-"""What the runtimes of devices have in common: how they fail, and how they pin memory of their own."""
+"""The common part of the devices' runtimes: how they fail, and how they pin memory of their own."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any, ClassVar, Protocol
 
-from .base import ALIGNMENT, OutOfHostMemory, Region, human, round_up
+from ..sizes import format_bytes
+from .base import ALIGNMENT, OutOfHostMemory, Region, round_up
 from .direct import DirectMemory
 
 
 class RuntimeFailure(RuntimeError):
     """A function of a device's runtime failed with `code`, for `nbytes` bytes where the size is known.
 
-    detail: what the runtime says of it, "" if nothing.
+    detail: the runtime's own words, "" if there are none.
     """
 
     # What a subclass says of its runtime: what a code is called, which mean that there is no memory, what to do.
@@ -29,11 +30,11 @@ class RuntimeFailure(RuntimeError):
         self.detail = detail
 
     def or_out_of_memory(self) -> RuntimeFailure | OutOfHostMemory:
-        """What a refused request raises: this, or OutOfHostMemory where the code says that."""
+        """The error that a refused request raises: this one, or OutOfHostMemory where the code says so."""
         return cannot_pin(self._what(), self.nbytes or 0) if self.code in self._out_of_memory else self
 
     def __str__(self) -> str:
-        size = "" if self.nbytes is None else f" for {human(self.nbytes)} ({self.nbytes} bytes)"
+        size = "" if self.nbytes is None else f" for {format_bytes(self.nbytes)} ({self.nbytes} bytes)"
         return f"{self._what(size)}. {self._advice}"
 
     def _what(self, size: str = "") -> str:
@@ -47,19 +48,19 @@ class Runtime(Protocol):
     failure: ClassVar[type[RuntimeFailure]]
 
     def function(self, name: str, *arguments: Any) -> Any:
-        """A function of these arguments' types. Raises OSError if there is none."""
+        """A function with arguments of these types. Raises OSError if there is none."""
         ...
 
     def error(self, function: str, code: int, nbytes: int | None = None) -> RuntimeFailure:
-        """The error for a function that returned `code` just now, on this thread. It is told, so forgotten."""
+        """The error for a function that returned `code` just now, on this thread. The runtime forgets it."""
         ...
 
 
 class PinnedByRuntime(DirectMemory[int]):
-    """A `DirectMemory` of a device's runtime, which pins and frees at addresses of its own choice.
+    """A `DirectMemory` of a device's runtime, which pins and frees memory at addresses of its own choice.
 
-    malloc, free: the names of the runtime's functions. `malloc` takes where to put the pointer, the size in bytes,
-        and the `flags`; `free` takes the pointer. Raises OSError if there is no such function.
+    malloc, free: the names of the runtime's functions. `malloc` takes an address for the pointer, the size in
+        bytes, and the `flags`; `free` takes the pointer. Raises OSError if there is no such function.
     """
 
     def __init__(self, runtime: Runtime, malloc: str, free: str, *flags: int) -> None:
@@ -99,7 +100,7 @@ class PinnedByRuntime(DirectMemory[int]):
 
 
 def cannot_pin(reason: str, nbytes: int) -> OutOfHostMemory:
-    """The error for a runtime that has no memory to pin. Whoever raises it to users fills in what is in use."""
+    """The error for a runtime that has no memory to pin. The source that raises it to users sets `used`."""
     return OutOfHostMemory(
         reason,
         "Ask for smaller slabs or lower the host budget, and check the free RAM, ulimit -l and the "

@@ -1,4 +1,4 @@
-"""Which sizes there are, so that the smallest one that fits is found in constant time."""
+"""An index of sizes that finds the smallest one that fits in constant time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LEVELS = 4  # sizes up to 2^40 units
 
 
 class SizeIndex:
-    """A set of numbers from 1 to 2^40 - 1 that finds the smallest one that is at least some number.
+    """A set of numbers from 1 to 2^40 - 1 that finds the smallest one not below a given number.
 
     A tree of bitmaps: a bit of a word says that the word below it is not empty. Each operation looks at one or two
     words of each level, however many numbers there are.
@@ -20,7 +20,7 @@ class SizeIndex:
         self._words: list[dict[int, int]] = [{} for _ in range(_LEVELS)]
 
     def add(self, number: int) -> None:
-        """Adding what is there already does nothing."""
+        """Idempotent."""
         for words in self._words:
             bit = 1 << (number & _MASK)
             number >>= _BITS
@@ -30,7 +30,7 @@ class SizeIndex:
                 return  # the levels above know of this word
 
     def remove(self, number: int) -> None:
-        """The number must be there."""
+        """The number must be in the set."""
         for words in self._words:
             bit = 1 << (number & _MASK)
             number >>= _BITS
@@ -41,7 +41,7 @@ class SizeIndex:
             del words[number]
 
     def at_least(self, number: int) -> int | None:
-        """The smallest number there that is `number` or more; None if there is none."""
+        """The smallest number in the set that is `number` or more; None if there is none."""
         for level, words in enumerate(self._words):
             word = words.get(number >> _BITS, 0) >> (number & _MASK)
             if word:
@@ -55,7 +55,7 @@ class SizeIndex:
         return None
 
     def largest(self) -> int:
-        """The largest number there; 0 if there is none."""
+        """The largest number in the set; 0 if it is empty."""
         number = 0
         for words in reversed(self._words):
             if number not in words:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
+from ..sizes import format_bytes
 from .base import (
     ALIGNMENT,
     HostMemory,
@@ -16,7 +17,6 @@ from .base import (
     PoolStats,
     Region,
     check_request,
-    human,
     not_allocated,
     round_up,
     still_allocated,
@@ -35,15 +35,16 @@ _LARGEST_SLAB = 16 << 30
 class SlabPool:
     """A `HostPool` that takes slabs from `source` and cuts regions out of them.
 
-    Best fit with coalescing, in units of 4096 bytes; what both calls cost does not depend on how many regions there
-    are. A region never crosses slabs. The pool computes with addresses only and never touches the memory.
+    The pool takes the best fit and joins free neighbours, in units of 4096 bytes. A call costs the same however
+    many regions there are. A region never crosses slabs. The pool computes with addresses only and never touches
+    the memory.
 
-    It grows on demand, at most to `capacity` bytes (None: no limit), by slabs that hold eight of the largest
-    requests so far, but of about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A
-    slab holds a whole number of the request that it is taken for, since what is left at its end is lost to large
-    requests. A source that refuses a slab is asked for smaller ones.
+    It grows on demand, to `capacity` bytes at most (None: no limit). A new slab holds eight of the largest requests
+    so far, but about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A slab holds a
+    whole number of the request that it is taken for, since what is left at its end is lost to large requests. A
+    source that refuses a slab is asked for smaller ones.
 
-    The source must outlive the pool and is not closed by it.
+    The source must outlive the pool, which does not close it.
 
     Threads may share a pool. `deallocate` may be called from `__del__` and from weakref callbacks, which can run in
     the middle of another call to the pool, on the same thread.
@@ -76,11 +77,8 @@ class SlabPool:
         self._busy = False
         self._brought: list[Region] = []
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
+    def allocate(self, nbytes: int) -> Region:
         """Return a region of `nbytes` bytes on a 4096-byte boundary, growing the pool if need be.
-
-        A `resident` region above half of `slab_bytes` has a slab of its own, if there is still capacity for one:
-        for as long as it stays, the rest of a shared slab would be too small for most others.
 
         Raises OutOfHostMemory if the capacity or the source does not allow it, ValueError if `nbytes`
         is not positive, and RuntimeError once closed.
@@ -92,8 +90,7 @@ class SlabPool:
                 size = round_up(nbytes)
                 if size > self._largest:
                     self._largest = size
-                found = self._own_slab(size) if resident and size * 2 > self._slab_bytes else None
-                start, room, slab = found or self._free.take_smallest(size) or self._grow(size)
+                start, room, slab = self._free.take_smallest(size) or self._grow(size)
                 if room > size:
                     self._free.add(start + size, room - size, slab)
                 region = Region(start, nbytes)
@@ -128,11 +125,11 @@ class SlabPool:
         return round_up(nbytes)
 
     def preallocate(self, nbytes: int) -> None:
-        """Have `nbytes` reserved, so that no step has to wait for a slab. The slabs are of up to 16 GiB.
+        """Reserve `nbytes` now, so that no step has to wait for a slab. The slabs are of up to 16 GiB.
 
-        It is less where the capacity allows no more: by less than 4096 bytes if the capacity is not whole units, by
-        up to a 16th of `slab_bytes` if the source rounds up. Raises ValueError above the capacity, and
-        OutOfHostMemory where the source gives less; what it gave is kept.
+        It is under 4096 bytes less if the capacity is not whole units, and up to a 16th of `slab_bytes` less if the
+        capacity is short and the source rounds up. Raises ValueError above the capacity, and OutOfHostMemory where
+        the source gives less; what it gave is kept.
         """
         with self._alone():
             check_request(self, nbytes, self._closed)
@@ -140,7 +137,9 @@ class SlabPool:
             if self._capacity is not None:
                 most = self._capacity + self._beyond_units
                 if nbytes > most:
-                    raise ValueError(f"cannot preallocate {human(nbytes)} in a pool of at most {human(most)}")
+                    raise ValueError(
+                        f"cannot preallocate {format_bytes(nbytes)} in a pool of at most {format_bytes(most)}"
+                    )
                 wanted = min(wanted, self._capacity)
             began = time.perf_counter()
             while self._reserved < wanted:
@@ -173,7 +172,7 @@ class SlabPool:
             )
 
     def trim(self) -> int:
-        """Give wholly empty slabs back to the source and return how many bytes that were.
+        """Give empty slabs back to the source and return how many bytes.
 
         An error of the source is passed on; the slabs not yet given back then stay in the pool.
         """
@@ -181,7 +180,7 @@ class SlabPool:
             return self._give_back(self._reserved)
 
     def close(self) -> None:
-        """Give all slabs back to the source. Closing again does nothing.
+        """Give all slabs back to the source. Idempotent.
 
         Raises RuntimeError, and changes nothing, while regions are still allocated: a device may be
         copying to them. An error of the source is passed on, and `close` may then be called again.
@@ -233,27 +232,12 @@ class SlabPool:
             raise not_allocated(self, region)
         return slab
 
-    def _own_slab(self, size: int) -> tuple[int, int, Region] | None:
-        """A free slab of exactly that size, a new one if need be. None if the capacity or the source has none."""
-        found = self._free.take_slab(size)
-        if found is not None:
-            return found
-        cost = self._source.footprint(size)
-        if self._capacity is not None and cost > self._capacity - self._reserved:
-            return None
-        try:
-            slab = self._add_slab(size, size)
-        except OutOfHostMemory as error:
-            _log.warning("a resident region of %s shares a slab with others: %s", human(size), str(error))
-            return None
-        return self._free.take(slab.ptr)
-
     def _grow(self, size: int) -> tuple[int, int, Region]:
         """A new slab with room for `size` bytes, taken as a free range."""
         if self._capacity is not None:
             if self._source.footprint(size) > self._capacity:
                 raise self._out_of_memory(
-                    f"a request of {human(size)} can never fit into this pool",
+                    f"a request of {format_bytes(size)} can never fit into this pool",
                     "Raise the capacity, or split the request",
                     size,
                 )
@@ -264,14 +248,14 @@ class SlabPool:
         return self._free.take(slab.ptr)
 
     def _step(self, size: int) -> int:
-        """The bytes of a slab for a pool that needs room for `size`: as near to whole such requests as may be."""
+        """The size of a slab for a pool that needs room for `size`: as near to whole such requests as may be."""
         several = max(_SMALLEST_SLAB, _REQUESTS_OF_A_SLAB * self._largest)
         wanted = max(size, min(self._slab_bytes, several))
         whole = round(wanted / size) * size
         return whole if self._source.footprint(whole) == whole else wanted
 
     def _within_capacity(self, wanted: int, least: int) -> int:
-        """As much of `wanted` as the capacity has left for a slab, which is enough for `least`."""
+        """As much of `wanted` as the capacity leaves for a slab. It leaves at least `least`."""
         if self._capacity is None:
             return wanted
         left = self._capacity - self._reserved
@@ -281,7 +265,7 @@ class SlabPool:
         return wanted
 
     def _add_slab(self, wanted: int, least: int) -> Region:
-        """A new slab of `wanted` bytes, or, as often as the source has no such one, of half of that."""
+        """A new slab of `wanted` bytes, or of half as often as the source refuses, down to `least`."""
         while True:
             nbytes = self._source.footprint(self._within_capacity(wanted, least))
             self._source_calls += 1
@@ -290,7 +274,7 @@ class SlabPool:
                 break
             except Exception as error:
                 self._source_failures += 1
-                reason = f"{type(self._source).__name__} did not give a slab of {human(nbytes)}: {error}"
+                reason = f"{type(self._source).__name__} did not give a slab of {format_bytes(nbytes)}: {error}"
                 if wanted == least or not isinstance(error, OutOfHostMemory):
                     raise self._out_of_memory(
                         reason,
@@ -300,7 +284,7 @@ class SlabPool:
                 wanted = max(least, round_up(wanted // 2))
                 # A source that is dry stays so, and says it at each growth.
                 level = logging.WARNING if self._source_failures == 1 else logging.DEBUG
-                _log.log(level, "%s. Trying %s. Later refusals are only counted", reason, human(wanted))
+                _log.log(level, "%s. Trying %s. Later refusals are only counted", reason, format_bytes(wanted))
         self._slabs[slab.ptr] = slab
         self._reserved += nbytes
         self._free.add(slab.ptr, nbytes, slab)
@@ -310,21 +294,21 @@ class SlabPool:
         _log.info(
             "%s %s from %s in %.3f s, to %s in %d slabs",
             what,
-            human(nbytes),
+            format_bytes(nbytes),
             type(self._source).__name__,
             time.perf_counter() - began,
-            human(self._reserved),
+            format_bytes(self._reserved),
             len(self._slabs),
         )
 
     def _make_room(self, size: int, capacity: int) -> None:
-        """Let the capacity allow a slab of `size` bytes, by giving back empty slabs that are too small."""
+        """Give back empty slabs until the capacity allows one of `size` bytes."""
         short = self._source.footprint(size) - (capacity - self._reserved)
         if short <= 0:
             return
         if short > sum(slab.nbytes for slab in self._empty()):
             raise self._out_of_memory(
-                f"a request of {human(size)} does not fit into the pool now",
+                f"a request of {format_bytes(size)} does not fit into the pool now",
                 "Free regions and try again, or raise the capacity",
                 size,
             )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 from random import Random
 
-from tiered_mem.allocators import Allocated, Deallocated, Marked, Operation, round_up
+from benchmarks.recorded import Allocated, Deallocated, Marked, Operation
+from tiered_mem.allocators import round_up
 
 MIB = 1 << 20
 STEPS = 60
@@ -77,13 +78,13 @@ def free_lengths(seed: int) -> list[int]:
 def training(shape: Shape, tokens: Iterable[int], *, adam: bool = False) -> Iterator[Operation]:
     """Steps of so many tokens each, in which all layers are offloaded, and come back from the last to the first.
 
-    adam: before the first step come the optimizer's states, two of float32 for each weight, the largest first.
+    adam: before the first step come the optimizer's states, two of float32 for each weight together, the largest
+        first.
     """
     numbers = count()
     if adam:
         for elements in sorted(shape.weights(), reverse=True):
-            for _ in range(2):
-                yield Allocated(next(numbers), 4 * elements, resident=True)
+            yield Allocated(next(numbers), 8 * elements)
     for step, length in enumerate(tokens):
         yield Marked(f"step {step}")
         leases = leases_for(size for size in shape.saved_by_a_layer(length) if size >= MIN_BYTES)

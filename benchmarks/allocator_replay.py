@@ -34,18 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.allocation_traces import generated_traces
-from tiered_mem.allocators import (
-    Allocated,
-    Deallocated,
-    HostMemory,
-    Marked,
-    Operation,
-    OutOfHostMemory,
-    Region,
-    SlabPool,
-    read_trace,
-    round_up,
-)
+from benchmarks.recorded import Allocated, Deallocated, Marked, Operation, read_trace
+from tiered_mem.allocators import HostMemory, OutOfHostMemory, Region, SlabPool, round_up
 from tiered_mem.sizes import format_bytes, parse_bytes
 
 RECORDED = Path(__file__).parent / "traces"
@@ -80,7 +70,7 @@ def main() -> None:
 class Pool(Protocol):
     """What a replay asks for."""
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region: ...
+    def allocate(self, nbytes: int) -> Region: ...
 
     def deallocate(self, region: Region) -> None: ...
 
@@ -148,7 +138,7 @@ class CachingPool:
         self._round = round_to_class
         self._free: dict[int, list[Region]] = {}
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
+    def allocate(self, nbytes: int) -> Region:
         size = self._round(nbytes)
         free = self._free.get(size)
         return free.pop() if free else self._source.allocate(size)
@@ -229,8 +219,8 @@ def count(trace: Trace, make: MakePool) -> Figures:
     operations = steps = live = peak = steady_peak = calls_before = 0
     for operation in trace:
         match operation:
-            case Allocated(number, nbytes, resident):
-                regions[number] = pool.allocate(nbytes, resident=resident), nbytes
+            case Allocated(number, nbytes):
+                regions[number] = pool.allocate(nbytes), nbytes
                 live += nbytes
                 peak = max(peak, live)
                 steady_peak = max(steady_peak, live)
@@ -265,7 +255,7 @@ def seconds_of(trace: Trace, pool: Pool) -> float:
     began = time.perf_counter()
     for operation in trace:
         if isinstance(operation, Allocated):
-            regions[operation.number] = pool.allocate(operation.nbytes, resident=operation.resident)
+            regions[operation.number] = pool.allocate(operation.nbytes)
         elif isinstance(operation, Deallocated):
             pool.deallocate(regions.pop(operation.number))
     return time.perf_counter() - began

@@ -10,10 +10,11 @@ from random import Random
 
 import torch
 
+from benchmarks.recorded import RecordedPool
 from examples.devices import find_device
 from examples.gpt import GPT, batches, standard_library
 from tiered_mem import TieringManager
-from tiered_mem.allocators import PageableMemory, RecordedPool, SlabPool
+from tiered_mem.allocators import PageableMemory, SlabPool
 from tiered_mem.policies import LayerOrderPolicy
 
 STEPS = 60

@@ -1,4 +1,4 @@
-"""Policies decide when what is offloaded and reloaded. Pure: events in, actions out, no torch."""
+"""Policies decide what is offloaded and reloaded, and when. Pure: events in, actions out, no torch."""
 
 from collections.abc import Callable
 

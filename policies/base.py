@@ -16,6 +16,8 @@ class Policy(Protocol):
 
     A policy is advice. The manager fetches a block that is needed whatever the policy said of it, and takes no
     notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
+
+    One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
     """
 
     def check(self, num_layers: int) -> None:
@@ -35,10 +37,10 @@ class ForwardBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerBegin:
-    """A layer's forward begins, or its backward does.
+    """A layer's forward begins, or its backward.
 
-    Backwards come in any order, between forwards too, and one may be told several times. They are also told of a
-    graph that has no blocks any more.
+    Backwards come in any order, and also between forwards. One may be told several times, or of a graph that has no
+    blocks any more.
     """
 
     graph: int
@@ -48,7 +50,7 @@ class LayerBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerEnd:
-    """A layer's forward has ended: what it saves is known, but for what is saved between layers."""
+    """A layer's forward has ended. All that it saves is known, but for blocks that are saved between layers."""
 
     graph: int
     layer: int
@@ -63,30 +65,36 @@ class ForwardEnd:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A layer saved a block for backward, or it was saved after the layer's end and before the next one.
+    """A layer saved blocks for backward, or they were saved after its end and before the next layer.
 
+    Told when the layer ends, or earlier once 64 MiB have gathered, or as many as the policy's `gather_bytes`.
     A block that a later layer saves too is told again, with that layer.
+
+    blocks: the key of each and its size in bytes, in the order of the saves.
     """
 
     graph: int
     layer: int
-    key: int
-    nbytes: int
+    blocks: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Nobody needs the block any more."""
+    """Nobody needs these blocks any more. Told before the next event, or when as many bytes have gone as are
+    gathered for `Saved`.
+    """
 
-    key: int
+    keys: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class HostPressure:
-    """So many bytes of the host tier should go down to disk. Only told where there is a disk tier.
+    """`nbytes` bytes of the host tier should go down to disk. Only told where there is a disk tier.
 
-    Told when the host is nearly full, before it is, and again when it is; always between two answers, when all
-    actions of the last one are done.
+    Told when the host is nearly full, and when a slot is missing. Either may be while the Offload actions of an
+    answer are done, before the actions that follow them. A slot is also missing where backward needs a block that
+    is on disk, and where a module is offloaded. Of the answer only Release and Spill are done. The policy is told
+    again, with what is still missing, until it answers nothing new.
     """
 
     nbytes: int

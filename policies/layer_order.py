@@ -59,17 +59,18 @@ class LayerOrderPolicy:
             )
 
     def decide(self, event: Event) -> Sequence[Action]:
-        return self._away.follow(self._answer(event), self._saved.home)
+        return self._away.follow(self._answer(event), self._saved.homes)
 
     def _answer(self, event: Event) -> Sequence[Action]:
         saved = self._saved
         match event:
-            case Saved(graph, layer, key, nbytes):
-                self._away.forget(key)
-                saved.save(graph, layer, key, nbytes)
-            case Dropped(key):
-                self._away.forget(key)
-                saved.drop(key)
+            case Saved(graph, layer, blocks):
+                homes = saved.homes
+                self._away.forget([key for key, _ in blocks if key in homes])
+                saved.save(graph, layer, blocks)
+            case Dropped(keys):
+                self._away.forget(keys)
+                saved.drop(keys)
             case LayerBegin(graph, layer, backward=True):
                 if graph in saved:
                     return self._bring_back(graph, layer)
@@ -113,18 +114,18 @@ class _Plan:
     wanted: int | None
     in_flight: int
     gap: int = field(init=False)
+    offloaded: int = field(init=False)
     reached: int | None = None
     reloaded: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.offloaded = self.num_layers if self.wanted is None else self.wanted
         self.gap = max(1, self.num_layers - self.offloaded) + self.in_flight
-
-    @property
-    def offloaded(self) -> int:
-        return self.num_layers if self.wanted is None else self.wanted
 
     def released_by(self, layer: int) -> Iterable[int]:
         self.num_layers = max(self.num_layers, layer + 1)
+        if self.wanted is None:
+            self.offloaded = self.num_layers
         i = layer - self.gap
         return (i,) if 0 <= i < self.offloaded and i not in self.reloaded else ()
 

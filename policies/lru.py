@@ -1,29 +1,33 @@
-"""Keep so many bytes on the device: what was not used for the longest time leaves, and is back for its backward."""
+"""Keep a number of bytes on the device: the least recently used blocks leave, and are back for their backward."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..sizes import format_bytes, parse_bytes
 from .base import Action, Dropped, Event, Fetch, HostPressure, LayerBegin, Offload, Release, Reload, Saved, Spill
 
+# The order of what comes back: what moves together stands together.
+_GOING_ON = (Release, Reload, Fetch)
+
 
 class LRUPolicy:
-    """Keeps at most `device_bytes` of saved blocks on the device, whatever layers they are of.
+    """Keeps at most `device_bytes` of saved blocks on the device, whatever layers saved them.
 
-    Where more than half of that is on the device and not leaving, the blocks that were not used for the longest
-    time begin to leave, until three eighths are left. The other half is for what is on its way out: its memory is
-    given up only where the budget would be passed otherwise, so that copies have time to run beside compute. A
-    block that is saved again is used again. One that is larger than the budget leaves at once.
+    Where more than half of that is on the device and not leaving, the least recently used blocks begin to leave,
+    until three eighths are left. The other half is for blocks on their way out: their memory is given up only where
+    the budget would be passed otherwise, so that copies have time to run beside compute. Saving a block again
+    counts as a use. A block that is larger than the budget leaves at once.
 
     In backward blocks come back in the reverse order of their saving, before they are needed, and as many bytes
-    beyond those are fetched from disk. What backward is through with and still holds is the first to leave again.
-    Under host pressure what left the longest ago goes to disk.
+    beyond those are fetched from disk. Blocks that backward has used and still holds are the first to leave again.
+    Under host pressure the blocks that left the longest ago go to disk.
 
-    device_bytes: an int of bytes or a string such as "4GiB".
+    device_bytes: an int of bytes or a string such as "4GiB". The policy hears of blocks when a sixteenth of that
+        has been saved, or 64 MiB: by so much the device may hold more.
     read_ahead: the bytes that may be back before backward needs them; at least one block is. None is a quarter of
         device_bytes.
 
@@ -38,6 +42,7 @@ class LRUPolicy:
                 f"read_ahead must be at most device_bytes, which is {format_bytes(self._budget)}, "
                 f"not {format_bytes(self._read_ahead)}"
             )
+        self.gather_bytes = self._budget // 16
         self._blocks: dict[int, _Block] = {}
         self._graphs: dict[int, _Graph] = {}
         # A block is in one of these, or of its graph's, at a time.
@@ -53,10 +58,10 @@ class LRUPolicy:
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
-            case Saved(graph, layer, key, nbytes):
-                return self._save(graph, layer, key, nbytes)
-            case Dropped(key):
-                return self._drop(key)
+            case Saved(graph, layer, blocks):
+                return self._save(graph, layer, blocks)
+            case Dropped(keys):
+                return self._drop(keys)
             case LayerBegin(graph, layer, backward=True):
                 if graph in self._graphs:
                     return self._begin_backward(self._graphs[graph], layer)
@@ -64,31 +69,39 @@ class LRUPolicy:
                 return self._spill(nbytes)
         return ()
 
-    def _save(self, number: int, layer: int, key: int, nbytes: int) -> list[Action]:
+    def _save(self, number: int, layer: int, blocks: Iterable[tuple[int, int]]) -> list[Action]:
         graph = self._graphs.get(number)
         if graph is None:
             graph = self._graphs[number] = _Graph(number)
-        graph.blocks += 1
-        before = self._blocks.get(key)
-        if before is not None:
-            if before.graph is graph:
-                layer = max(layer, before.layer)  # backward needs it there first
-            self._forget(before)
-        block = self._blocks[key] = _Block(key, layer, nbytes, graph)
-        self._move(block, self._resident)
-        if nbytes > self._budget:
-            return [self._offload(block), self._release(block)]
-        return self._make_room(self._used, self._resident)
+        offloads: list[Action] = []
+        releases: list[Action] = []
+        for key, nbytes in blocks:
+            graph.blocks += 1
+            before = self._blocks.get(key)
+            needed = layer
+            if before is not None:
+                if before.graph is graph:
+                    needed = max(layer, before.layer)  # backward needs it there first
+                self._forget(before)
+            block = self._blocks[key] = _Block(key, needed, nbytes, graph)
+            self._move(block, self._resident)
+            if nbytes > self._budget:
+                offloads.append(self._offload(block))
+                releases.append(self._release(block))
+        offloads += self._start_leaving(self._used, self._resident)
+        return [*offloads, *releases, *self._release_until(self._budget)]
 
-    def _drop(self, key: int) -> Sequence[Action]:
-        block = self._blocks.get(key)
-        if block is None:
-            return ()
-        graph = block.graph
-        self._forget(block)
-        # What a backward drops it has used. Lower layers are dropped where the graph goes unused.
-        used = graph.reached is not None and block.layer >= graph.reached
-        return self._bring_back(graph) if used and graph.blocks else ()
+    def _drop(self, keys: Sequence[int]) -> list[Action]:
+        going_on: dict[int, _Graph] = {}
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is not None:
+                self._forget(block)
+                # What a backward drops it has used. Lower layers are dropped where the graph goes unused.
+                if block.graph.reached is not None and block.layer >= block.graph.reached:
+                    going_on[block.graph.number] = block.graph
+        actions = [action for graph in going_on.values() if graph.blocks for action in self._bring_back(graph)]
+        return sorted(actions, key=lambda action: _GOING_ON.index(type(action)))
 
     def _forget(self, block: _Block) -> None:
         self._move(block, None)
@@ -98,21 +111,21 @@ class LRUPolicy:
         if not block.graph.blocks:
             del self._graphs[block.graph.number]
 
-    def _make_room(self, *queues: _Queue) -> list[Action]:
-        """Where too much stays, blocks of these begin to leave. What is leaving is released where it must be."""
+    def _start_leaving(self, *queues: _Queue) -> list[Action]:
+        """Where too much stays, blocks of these begin to leave."""
         actions: list[Action] = []
         if self._staying > self._budget // 2:
             for queue in queues:
                 while self._staying > self._budget * 3 // 8 and (oldest := queue.first()) is not None:
                     actions.append(self._offload(oldest))
-        return actions + self._release_until(self._budget)
+        return actions
 
     @property
     def _staying(self) -> int:
         return self._on_device - self._leaving.nbytes
 
     def _release_until(self, nbytes: int) -> list[Action]:
-        """No more than so many bytes are on the device, or none of them is leaving."""
+        """Releases leaving blocks until at most `nbytes` are on the device, or none is leaving."""
         actions: list[Action] = []
         while self._on_device > nbytes and (oldest := self._leaving.first()) is not None:
             actions.append(self._release(oldest))
@@ -133,7 +146,7 @@ class LRUPolicy:
                     graph.not_away(block)
                     self._move(block, self._used)
         graph.reached = layer
-        return self._make_room(self._used) + self._bring_back(graph)
+        return [*self._start_leaving(self._used), *self._release_until(self._budget), *self._bring_back(graph)]
 
     def _bring_back(self, graph: _Graph) -> list[Action]:
         releases: list[Action] = []
@@ -160,7 +173,7 @@ class LRUPolicy:
         return releases + reloads + fetches
 
     def _recall(self, block: _Block, to: _Queue) -> list[Action]:
-        """Backward will need the block: it is not spilled, or fetched if it was."""
+        """Backward will need the block soon: it is fetched if it was spilled."""
         spilled = block.queue is self._on_disk
         block.graph.not_away(block)
         self._move(block, to)
@@ -187,7 +200,7 @@ class LRUPolicy:
         return Release(block.key)
 
     def _move(self, block: _Block, to: _Queue | None) -> None:
-        """Puts the block at the end of a queue, and out of the one that it is in."""
+        """Moves the block from its queue to the end of another."""
         if block.queue is not None:
             block.queue.remove(block)
             self._on_device -= block.nbytes * block.queue.on_device
@@ -220,7 +233,7 @@ class _Queue:
         return next(iter(self._blocks.values()), None)
 
     def until(self, layer: int | None) -> list[_Block]:
-        """The first blocks, up to one of this layer or of one below; None is all of them."""
+        """The first blocks, before one of this layer or of one below; None is all of them."""
         blocks: list[_Block] = []
         for block in self._blocks.values():
             if layer is not None and block.layer <= layer:
@@ -243,12 +256,12 @@ class _Queue:
 
 @dataclass
 class _Graph:
-    """One forward, and how far its backward has come.
+    """One forward, and the progress of its backward.
 
-    back: on the device again, and not yet used.
-    coming: those that are to follow next.
-    too_large: those that the budget has no room for. Backward reloads them itself when it must.
-    reached: the layer whose backward began last. What is away of the layers above comes back on demand only.
+    back: blocks that are on the device again, and not yet used.
+    coming: the blocks that follow next.
+    too_large: blocks that the budget has no room for. Backward reloads them itself when it must.
+    reached: the layer whose backward began last. Blocks of the layers above come back on demand only.
     """
 
     number: int
@@ -278,7 +291,7 @@ class _Graph:
         return list(self._away.get(layer, {}).values())
 
     def next_away(self) -> _Block | None:
-        """Of the blocks that are away, the one that backward needs next."""
+        """The block that backward needs next of those that are away."""
         if self.reached is None:
             return None
         below = bisect_right(self._layers, self.reached)

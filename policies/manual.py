@@ -8,7 +8,7 @@ from .base import Action, Event
 
 
 class ManualPolicy:
-    """Advises nothing. For users who say themselves when a layer leaves the device and when it comes back."""
+    """Advises nothing: users decide themselves when a layer leaves the device and when it comes back."""
 
     def check(self, num_layers: int) -> None:
         """Suits every model."""

@@ -1,4 +1,4 @@
-"""The moments of a training step at which a layer's forward or backward begins, and what comes before what."""
+"""The moments of a training step at which a layer's forward or backward begins, and their order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Stay:
         return Moment(self.layer, True)
 
     def check(self, order: Order) -> None:
-        """Raises ValueError where the stay cannot be: it must lie between the layer's forward and backward."""
+        """Raises ValueError where the stay does not lie between the layer's forward and backward."""
         fault = None
         if order.not_after(self.release, self.forward):
             fault = "its own forward is not over when it is released"
@@ -59,23 +59,23 @@ class Stay:
             )
 
     def demands(self) -> list[tuple[Moment, Moment]]:
-        """Pairs of moments: the first must come before the second."""
+        """Pairs of moments of which the first must come before the second."""
         pairs = [(self.forward, self.release), (self.release, self.reload), (self.reload, self.backward)]
         return [(first, second) for first, second in pairs if first != second]
 
 
 class Order:
-    """What is known of the order of moments.
+    """The order of moments, as far as it is known.
 
     Always known: forwards begin in the order of the layers' numbers, and a layer's forward comes before its
-    backward. When the backwards come is known only where `moments` tells the order of all.
+    backward. The order of the backwards is known only where `moments` gives the order of all.
     """
 
     def __init__(self, moments: Sequence[Moment] | None = None) -> None:
         self._place = None if moments is None else {moment: place for place, moment in enumerate(moments)}
 
     def not_after(self, first: Moment, second: Moment) -> bool:
-        """Whether it is known that `first` comes before `second` or is the same."""
+        """Whether `first` is known to come before `second`, or is the same."""
         if self._place is not None:
             return self._place[first] <= self._place[second]
         return first == second or (not first.backward and first.layer <= second.layer)
@@ -98,7 +98,7 @@ class Order:
 
 
 def check_together(stays: Iterable[Stay]) -> None:
-    """Raises ValueError where each stay can be, but no order of the backwards suits all of them."""
+    """Raises ValueError where each stay is possible, but no order of the backwards suits all of them."""
     demanded: dict[tuple[Moment, Moment], set[int]] = {}
     for stay in stays:
         for pair in stay.demands():
@@ -123,7 +123,7 @@ def check_together(stays: Iterable[Stay]) -> None:
 
 
 def parse_order(order: Sequence[str]) -> list[Moment]:
-    """The moments that "F0", "F1", "B0", ... name. Raises ValueError where they are no order of whole layers."""
+    """The moments of "F0", "F1", "B0", ... Raises ValueError where they are no order of whole layers."""
     moments: list[Moment] = []
     for place, text in enumerate(order):
         if not isinstance(text, str) or not re.fullmatch("[FB][0-9]+", text):

@@ -1,4 +1,4 @@
-"""Which layer each saved block belongs to."""
+"""Assigns each saved block to a layer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ class SavedByLayer(Generic[P]):
 
     A block that several layers or graphs save belongs to the last of them: only then is the device done with it.
     A graph is forgotten when its forward has ended and none of its blocks is left.
+
+    homes: the graph and the layer that each block belongs to, and its size in bytes.
     """
 
     _graphs: dict[int, _Graph[P]] = field(default_factory=dict)
-    _home: dict[int, tuple[_Graph[P], int, int]] = field(default_factory=dict)
+    homes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def begin(self, graph: int, plan: P) -> None:
         self._graphs[graph] = _Graph(graph, plan)
@@ -30,36 +32,34 @@ class SavedByLayer(Generic[P]):
     def plan(self, graph: int) -> P:
         return self._graphs[graph].plan
 
-    def home(self, key: int) -> tuple[int, int, int]:
-        """The graph and the layer that a block belongs to, and its size in bytes."""
-        graph, layer, nbytes = self._home[key]
-        return graph.number, layer, nbytes
-
-    def save(self, graph: int, layer: int, key: int, nbytes: int) -> None:
+    def save(self, graph: int, layer: int, blocks: Iterable[tuple[int, int]]) -> None:
+        """blocks: the key and the size of each."""
         into = self._graphs[graph]
-        home = self._home.get(key)
-        if home is not None:
-            if home[0] is into and home[1] >= layer:
-                return
-            self.drop(key)
-        self._home[key] = into, layer, nbytes
-        into.blocks[layer][key] = None
-        if layer in into.ended:
-            into.leaving[key] = layer
+        for key, nbytes in blocks:
+            home = self.homes.get(key)
+            if home is not None:
+                if home[0] == graph and home[1] >= layer:
+                    continue
+                self.drop((key,))
+            self.homes[key] = graph, layer, nbytes
+            into.blocks[layer][key] = None
+            if layer in into.ended:
+                into.leaving[key] = layer
 
-    def drop(self, key: int) -> None:
+    def drop(self, keys: Iterable[int]) -> None:
         """A block that was never saved may be dropped."""
-        home = self._home.pop(key, None)
-        if home is None:
-            return
-        graph, layer, _ = home
-        blocks = graph.blocks[layer]
-        del blocks[key]
-        if graph.leaving:
-            graph.leaving.pop(key, None)
-        if not blocks:
-            del graph.blocks[layer]
-            self._forget_if_over(graph)
+        for key in keys:
+            home = self.homes.pop(key, None)
+            if home is None:
+                continue
+            graph = self._graphs[home[0]]
+            blocks = graph.blocks[home[1]]
+            del blocks[key]
+            if graph.leaving:
+                graph.leaving.pop(key, None)
+            if not blocks:
+                del graph.blocks[home[1]]
+                self._forget_if_over(graph)
 
     def end_layer(self, graph: int, layer: int) -> None:
         ended = self._graphs[graph]
@@ -74,7 +74,7 @@ class SavedByLayer(Generic[P]):
     def take_leaving(self, graph: int) -> Iterable[tuple[int, int]]:
         """Key and layer of the blocks whose layer has ended since this was last asked.
 
-        What a layer saves after its end is among them, in its turn.
+        Blocks that a layer saves after its end are among them, in their turn.
         """
         taken = self._graphs[graph]
         leaving, taken.leaving = taken.leaving, {}

@@ -1,23 +1,23 @@
-"""Where a policy has sent blocks, and which of them go on to disk."""
+"""Where a policy has sent blocks, and which go on to disk."""
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .base import Action, Fetch, Offload, Release, Reload, Spill
+from .base import Action, Fetch, Offload, Release, Spill
 
 Home = tuple[int, int, int]
 
 
 @dataclass
 class SentAway:
-    """Follows a policy's answers: which blocks leave the device, are on the host, or were sent on to disk.
+    """Follows a policy's answers: the blocks that leave the device, are on the host, or were sent on to disk.
 
-    A block is spilled once for each time that it leaves the device, and never when it was told to come back.
+    A block is spilled at most once each time it leaves the device, and never after its reload was advised.
     """
 
     _leaving: OrderedDict[int, Home] = field(default_factory=OrderedDict)
@@ -25,38 +25,44 @@ class SentAway:
     _on_host: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     _on_disk: set[int] = field(default_factory=set)
 
-    def follow(self, actions: Sequence[Action], home: Callable[[int], Home]) -> Sequence[Action]:
+    def follow(self, actions: Sequence[Action], homes: Mapping[int, Home]) -> Sequence[Action]:
         """Takes note of an answer, and returns it.
 
-        home: the graph and the layer that a block belongs to, and its size in bytes.
+        homes: the graph and the layer that each block belongs to, and its size in bytes.
         """
+        back: list[int] = []
         for action in actions:
-            match action:
-                case Offload(key):
-                    self._leaving[key] = home(key)
-                case Release(key):
-                    self._release(key)
-                case Reload(key) | Fetch(key):
-                    self.forget(key)
-                case Spill(key):
-                    self.forget(key)
-                    self._on_disk.add(key)
+            key = action.key
+            kind = type(action)
+            if kind is Offload:
+                self._leaving[key] = homes[key]
+            elif kind is Release:
+                home = self._leaving.pop(key, None)
+                if home is not None:
+                    graph, layer, nbytes = self._released[key] = home
+                    self._on_host.setdefault((graph, layer), {})[key] = nbytes
+            elif kind is Spill:
+                self.forget((key,))
+                self._on_disk.add(key)
+            else:
+                back.append(key)
+        self.forget(back)
         return actions
 
-    def forget(self, key: int) -> None:
-        """The block is on the device, on its way there, or gone."""
-        self._leaving.pop(key, None)
-        self._on_disk.discard(key)
-        home = self._released.pop(key, None)
-        if home is not None:
-            graph, layer, _ = home
-            blocks = self._on_host[graph, layer]
-            del blocks[key]
-            if not blocks:
-                del self._on_host[graph, layer]
+    def forget(self, keys: Iterable[int]) -> None:
+        """The blocks are on the device, on their way there, or gone."""
+        for key in keys:
+            self._leaving.pop(key, None)
+            self._on_disk.discard(key)
+            home = self._released.pop(key, None)
+            if home is not None:
+                blocks = self._on_host[home[:2]]
+                del blocks[key]
+                if not blocks:
+                    del self._on_host[home[:2]]
 
     def spill(self, nbytes: int, needed_last: Callable[[tuple[int, int]], Any]) -> list[Action]:
-        """Sends so many bytes on to disk. What is leaving is released and goes too where the rest is too little.
+        """Sends `nbytes` on to disk. Where the host has too few blocks, leaving ones are released and go too.
 
         needed_last: the sort key of a graph and a layer; the blocks of the smallest go first.
         """
@@ -75,12 +81,5 @@ class SentAway:
         return releases + spills
 
     def fetch(self, keys: Iterable[int]) -> list[Fetch]:
-        """Fetches those of the blocks that were sent to disk."""
+        """Fetches the blocks that were sent to disk."""
         return [Fetch(key) for key in keys if key in self._on_disk]
-
-    def _release(self, key: int) -> None:
-        home = self._leaving.pop(key, None)
-        if home is not None:
-            graph, layer, nbytes = home
-            self._released[key] = home
-            self._on_host.setdefault((graph, layer), {})[key] = nbytes

@@ -1,4 +1,4 @@
-"""Each layer is released and reloaded when the user's schedule says, as a pipeline of microbatches needs it."""
+"""Releases and reloads each layer by the user's schedule, as a pipeline of microbatches needs it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class SynchronizationDictPolicy:
         exactly; without it, an entry that is wrong only for some orders of the backwards is accepted.
 
     A layer that is not back when its own backward begins is reloaded then. Under host pressure the layers that are
-    reloaded last go to disk first, and they are fetched at the reload before theirs. Without `order` it is taken
-    that all forwards come before the backwards, and these from the last layer to the first.
+    reloaded last go to disk first, and they are fetched at the reload before theirs. Without `order` all forwards
+    are assumed to come before the backwards, and the backwards to go from the last layer to the first.
 
     Raises ValueError for an entry of another form; for one that releases a layer before its forward is over,
     reloads it before it is released, or needs it before it is reloaded; and for entries that fit no common order.
@@ -74,17 +74,18 @@ class SynchronizationDictPolicy:
         self._check_layers_exist("the model", num_layers)
 
     def decide(self, event: Event) -> Sequence[Action]:
-        return self._away.follow(self._answer(event), self._saved.home)
+        return self._away.follow(self._answer(event), self._saved.homes)
 
     def _answer(self, event: Event) -> Sequence[Action]:
         saved = self._saved
         match event:
-            case Saved(graph, layer, key, nbytes):
-                self._away.forget(key)
-                saved.save(graph, layer, key, nbytes)
-            case Dropped(key):
-                self._away.forget(key)
-                saved.drop(key)
+            case Saved(graph, layer, blocks):
+                homes = saved.homes
+                self._away.forget([key for key, _ in blocks if key in homes])
+                saved.save(graph, layer, blocks)
+            case Dropped(keys):
+                self._away.forget(keys)
+                saved.drop(keys)
             case LayerBegin(graph, layer, backward):
                 if graph in saved:
                     return self._at(Moment(layer, backward), graph, saved.plan(graph))
@@ -123,7 +124,7 @@ class SynchronizationDictPolicy:
         return [*actions, *self._away.fetch(self._saved.keys(graph, fetched))]
 
     def _offload(self, graph: int, progress: _Progress) -> list[Action]:
-        """What ended layers saved leaves; where the moment of its release is past, at once."""
+        """Offloads the blocks of ended layers, and releases them at once where their release is past."""
         leaving = [
             (key, layer)
             for key, layer in self._saved.take_leaving(graph)

@@ -8,9 +8,11 @@ Tests must fail for each. A mutant is a copy of the repository with one change:
 - a host slot is given back as if no copy used it any more;
 - a copy does not know of the copy that it has to come after;
 - a function of the bookkeeping is not marked `@uninterrupted`, so that an interrupt comes between any two lines of
-  it, and of what it calls.
+  it, and of what it calls;
+- the manager's turn is not taken, or not given, or what was dropped meanwhile is not given up.
 
-The tests run on the emulated NPU with its race detector.
+The tests run on the emulated NPU with its race detector. mutants.txt lists all mutants, so that none is lost when
+code moves or a method is renamed: --list writes it anew.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +36,8 @@ from rich.console import Console
 from rich.progress import track
 
 ROOT = Path(__file__).parent.parent
+WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for", "_wait_for")
+TURNS = ("take", "give", "bury", "watch")
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,13 @@ class Subject:
     """Files that are changed, and the tests that have to find it.
 
     looped: functions that are called until there is nothing to wait for. Without their waits of the host the loop
-    only turns faster.
+    only turns faster. calls: those that are left out, by name.
     """
 
     files: Sequence[str]
     tests: Sequence[str]
     looped: Sequence[str] = ()
+    calls: Sequence[str] = WAITS
 
 
 def code(*names: str, folder: str = "") -> list[str]:
@@ -58,17 +65,22 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
-OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence", "disk_residence", "staging", "staging_slots")
+SHELF = code("shelf", "fixed_slots")
+OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
+TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts")
 SUBJECTS = (
-    Subject(code("transfer", "store", "tiers", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
+    Subject(code("transfer", "tiers", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
+    Subject(code("store", "block_copies"), found_by(*BLOCKS, *SAVED, "spilling")),
+    Subject(code("turn", "activations", "saved_tensor"), TURN_TESTS, calls=TURNS),
+    Subject(code("host_room"), found_by("run_ahead", "spilling")),
     Subject(code("spiller", "wanted"), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
     Subject(code("module_phases"), found_by(*PHASES)),
-    Subject(code(*OPTIMIZER, folder="optimizer/"), OPTIMIZER_TESTS, ("wait", "_wait_for_write")),
+    Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
 )
 INTERRUPTS = ("tests/test_interrupts.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
-WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for")
+LIST = Path(__file__).with_suffix(".txt")
 # pytest's exit codes. An interrupt that comes out of a test may end pytest itself.
 PASSED = 0
 FAILED = (1, 2, 3)
@@ -76,16 +88,20 @@ FAILED = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the text of `node` in `file` becomes `replacement`. tests: those that have to find it."""
+    """One change: the text of `node` in `file` becomes `replacement`. tests: those that have to find it.
+
+    function: the name of the one that `node` stands in, with its class.
+    """
 
     tests: Sequence[str]
     file: str
+    function: str
     node: ast.expr | ast.stmt
     replacement: str
 
     def __str__(self) -> str:
         before = ast.unparse(self.node).splitlines()[0]
-        return f"{self.file}:{self.node.lineno}: {before}  ->  {self.replacement}"
+        return f"{self.file}: {self.function}: {before}  ->  {self.replacement}"
 
     def apply(self, folder: Path) -> None:
         path = folder / self.file
@@ -106,34 +122,59 @@ def mutants() -> list[Mutant]:
 
 
 def _unmarked(file: str) -> Iterator[Mutant]:
-    tree = ast.parse((ROOT / file).read_text())
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+    for name, function in _functions(ast.parse((ROOT / file).read_text())):
         for mark in function.decorator_list:
             if isinstance(mark, ast.Name) and mark.id == "uninterrupted":
-                yield Mutant(INTERRUPTS, file, mark, f"(lambda function: function)  # {function.name}")
+                yield Mutant(INTERRUPTS, file, name, mark, "(lambda function: function)")
+
+
+def _functions(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Those of a file with their names, an inner one before the one that it stands in."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = f"{outer}{node.name}"
+            yield from _functions(node, f"{name}.")
+            if isinstance(node, ast.FunctionDef):
+                yield name, node
+        else:
+            yield from _functions(node, outer)
 
 
 def _mutants_of(file: str, subject: Subject) -> Iterator[Mutant]:
-    of = partial(Mutant, subject.tests, file)
-    tree = ast.parse((ROOT / file).read_text())
-    looped = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in subject.looped]
-    pointless = {node for function in looped for node in ast.walk(function) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if node in pointless:
-            continue
-        if isinstance(node, ast.Expr) and _called(node.value) in WAITS:
-            yield of(node, "pass")
-        elif isinstance(node, ast.Assign) and _attribute(node.value) == "ticket":
-            yield of(node.value, "None")
-        elif isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
-            yield from (of(part, "None") for part in node.elts if _attribute(part) == "ticket")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "query":
-                yield of(node, "True")
-            elif node.func.attr == "record_event":
-                yield of(node, f"__import__('torch').Event({ast.unparse(node.func.value)}.device)")
-            elif node.func.attr == "release" and len(node.args) == 2:
-                yield from (of(part, "None") for part in node.args[1:] if not _is_none(part))
+    seen: set[ast.AST] = set()
+    for name, function in _functions(ast.parse((ROOT / file).read_text())):
+        of = partial(Mutant, subject.tests, file, name)
+        for node in ast.walk(function):
+            if node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, ast.While) and _calls(node.body, subject.calls):
+                seen.update(node.body)  # without what it waits for the loop would not end
+                yield of(node, "pass")
+            elif isinstance(node, ast.Expr) and _calls([node], subject.calls):
+                if function.name not in subject.looped:
+                    yield of(node, "pass")
+            else:
+                yield from _mutants_at(node, of)
+
+
+def _mutants_at(node: ast.AST, of: Callable[[ast.expr | ast.stmt, str], Mutant]) -> Iterator[Mutant]:
+    if isinstance(node, ast.Assign) and _attribute(node.value) == "ticket":
+        yield of(node.value, "None")
+    elif isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
+        yield from (of(part, "None") for part in node.elts if _attribute(part) == "ticket")
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "query":
+            yield of(node, "True")
+        elif node.func.attr == "record_event":
+            yield of(node, f"__import__('torch').Event({ast.unparse(node.func.value)}.device)")
+        elif node.func.attr == "release" and len(node.args) == 2:
+            yield from (of(part, "None") for part in node.args[1:] if not _is_none(part))
+
+
+def _calls(statements: Sequence[ast.stmt], names: Sequence[str]) -> bool:
+    """Whether one of the statements is nothing but such a call."""
+    return any(isinstance(each, ast.Expr) and _called(each.value) in names for each in statements)
 
 
 def _called(node: ast.expr) -> str | None:
@@ -182,20 +223,31 @@ def main() -> None:
     parser.add_argument("--schedule", default="eager", choices=("eager", "late", "random"))
     parser.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    parser.add_argument("--list", action="store_true", help=f"write {LIST.name}, and end")
     options = parser.parse_args()
     console = Console()
     chosen = mutants()
+    names = sorted(map(str, chosen))
+    if options.list:
+        LIST.write_text("\n".join(names) + "\n")
+        return
+    listed = LIST.read_text().splitlines()
+    if names != listed:
+        lost, new = Counter(listed) - Counter(names), Counter(names) - Counter(listed)
+        text = [*(f"gone  {name}" for name in lost.elements()), *(f"new   {name}" for name in new.elements())]
+        sys.exit("\n".join(["mutants: not those of mutants.txt; --list writes it anew", *text]))
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     if dies(None, options.schedule):
         sys.exit("mutants: the tests fail already without a mutation")
     survivors = []
-    for mutant in track(chosen, description="mutants", console=console):
-        if dies(mutant, options.schedule):
-            console.print(f"dies      {mutant}", highlight=False, markup=False)
-        else:
-            survivors.append(mutant)
-            console.print(f"SURVIVES  {mutant}", highlight=False, markup=False)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        fates = pool.map(partial(dies, schedule=options.schedule), chosen)
+        for mutant, dead in track(zip(chosen, fates, strict=True), "mutants", total=len(chosen), console=console):
+            console.print(f"{'dies' if dead else 'SURVIVES':8}  {mutant}", highlight=False, markup=False)
+            if not dead:
+                survivors.append(mutant)
     console.print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants die")
     sys.exit(bool(survivors))
 

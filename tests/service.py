@@ -8,7 +8,7 @@ import torch
 from tiered_mem import TieringManager
 from tiered_mem.allocators import SlabPool
 from tiered_mem.block import Block
-from tiered_mem.policies import Action, Event, Saved
+from tiered_mem.policies import Action, Event, LayerEnd
 
 NBYTES = 12 << 20  # above 10 MiB the caching allocator gives a tensor a segment of its own
 SLOW = "50MB/s"  # a quarter of a second for a copy
@@ -41,9 +41,14 @@ class Service:
     def save(self, tensor: torch.Tensor) -> Block:
         return self.manager.activations.save(tensor, graph=0, layer=0)[0]
 
+    def let_go(self, block: Block) -> None:
+        """As a saved tensor does that dies."""
+        self.manager.activations.dropped.append(block)
+        self.manager.activations.bury()
+
     def do(self, *actions: Action) -> None:
         self._policy.next = list(actions)
-        self.manager.activations.notify(Saved(graph=0, layer=0, key=-1, nbytes=0))
+        self.manager.activations.notify(LayerEnd(graph=0, layer=0))
 
 
 def make_tensor(device: str, nbytes: int = NBYTES) -> torch.Tensor:

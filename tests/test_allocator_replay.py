@@ -23,13 +23,13 @@ from benchmarks.allocator_replay import (
     count,
     in_advance,
     load,
-    measure,
     power_of_two,
     round_up,
     slab_pool,
     traces,
 )
-from tiered_mem.allocators import Allocated, Deallocated, Marked, Operation, SlabPool, read_trace
+from benchmarks.recorded import Allocated, Deallocated, Marked, Operation, read_trace
+from tiered_mem.allocators import SlabPool
 
 MIB = 1 << 20
 
@@ -96,7 +96,7 @@ def test_live_bytes_are_those_that_were_asked_for() -> None:
 
 def test_what_is_live_since_before_the_fourth_step_is_live_in_it() -> None:
     steps: list[Operation] = [Marked(f"step {step}") for step in range(4)]
-    trace = [Allocated(0, 8192, resident=True), *steps, Allocated(1, 4096), Deallocated(1)]
+    trace = [Allocated(0, 8192), *steps, Allocated(1, 4096), Deallocated(1)]
     figures = count(trace, lambda source: CachingPool(source, round_up))
     assert figures == Figures(3, 12288, 1.0, 1.0, source_calls=2, steady_source_calls=1)
 
@@ -111,20 +111,6 @@ def test_what_a_pool_gives_back_counts_as_a_call_and_is_not_held_in_the_end() ->
     trace = [*steps, Allocated(0, 16384), Deallocated(0), Allocated(1, 4096)]
     figures = count(trace, lambda source: Giving(source, 8192))
     assert figures == Figures(3, 16384, 1.0, 8192 / 16384, source_calls=3, steady_source_calls=3)
-
-
-def test_residents_are_told_to_the_pool() -> None:
-    asked: list[bool] = []
-
-    class Noting(SlabPool):
-        def allocate(self, nbytes: int, *, resident: bool = False) -> object:  # type: ignore[override]
-            asked.append(resident)
-            return super().allocate(nbytes, resident=resident)
-
-    steps: list[Operation] = [Marked(f"step {step}") for step in range(4)]
-    trace = [Allocated(0, 8192, resident=True), *steps, Allocated(1, 4096)]
-    measure(trace, Noting, repeats=1)  # type: ignore[arg-type]
-    assert asked == [True, False] * 2, "once to count and once to time"
 
 
 @pytest.mark.parametrize("lines", ["", "mark step 0\n" * 3, "mark step 0\n" * 4])
@@ -189,14 +175,13 @@ def test_steps_of_training() -> None:
 def test_the_states_of_adam_come_first_and_stay() -> None:
     trace = list(training(SHAPE, [1024], adam=True))
     states = trace[: trace.index(Marked("step 0"))]
-    sizes = [state.nbytes for state in states if isinstance(state, Allocated) and state.resident]
-    assert len(sizes) == len(states) == 2 * 21
+    sizes = [state.nbytes for state in states if isinstance(state, Allocated)]
+    assert len(sizes) == len(states) == 21
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[:5] == 4 * [4 * 5000 * 1024] + [4 * 1024 * 3072]
+    assert sizes[:3] == 2 * [8 * 5000 * 1024] + [8 * 1024 * 3072]
     assert sum(sizes) == 8 * sum(SHAPE.weights())
     gone = {operation.number for operation in trace if isinstance(operation, Deallocated)}
     assert gone == set(range(len(states), len(states) + 2 * 6)), "all of two layers, and nothing else"
-    assert not any(isinstance(each, Allocated) and each.resident for each in trace[len(states) :])
 
 
 def test_lengths_are_within_their_range_and_the_same_each_time() -> None:
@@ -209,22 +194,24 @@ def test_lengths_are_within_their_range_and_the_same_each_time() -> None:
 
 @pytest.mark.parametrize("name", generated_traces())
 def test_a_generated_trace_is_one(name: str) -> None:
-    live: dict[int, bool] = {}
+    live: set[int] = set()
+    states: set[int] = set()
     steps = 0
     for operation in generated_traces()[name]():
         match operation:
-            case Allocated(number, nbytes, resident):
+            case Allocated(number, nbytes):
                 assert number not in live
                 assert nbytes > 0
-                live[number] = resident
+                live.add(number)
             case Deallocated(number):
-                assert not live.pop(number), "what is resident stays"
+                live.remove(number)
             case Marked(mark):
                 assert mark == f"step {steps}"
-                assert all(live.values())
+                states = states if steps else set(live)
+                assert live == states, "the optimizer's states stay, and nothing else"
                 steps += 1
     assert steps == STEPS
-    assert all(live.values())
+    assert live == states
 
 
 def test_the_recorded_traces_can_be_replayed() -> None:

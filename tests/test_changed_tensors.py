@@ -149,7 +149,7 @@ def test_a_change_between_the_copy_and_the_release_is_refused(device: str, servi
     service.do(Release(block.key))
     with pytest.raises(ChangedTensor, match="changed in place"):
         service.manager.activations.load(block, view)
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, service: Service) -> None:
@@ -162,7 +162,7 @@ def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, se
     service.manager.activations.load(block, view).add_(1)
     with pytest.raises(ChangedTensor, match="changed in place"):
         service.manager.activations.load(block, view)
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
@@ -180,5 +180,5 @@ def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
     assert torch.equal(service.manager.activations.load(new, view).cpu(), expected)
     with pytest.raises(ChangedTensor):
         service.manager.activations.load(old, view)
-    service.manager.activations.let_go(old)
-    service.manager.activations.let_go(new)
+    service.let_go(old)
+    service.let_go(new)

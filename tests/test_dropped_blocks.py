@@ -11,7 +11,7 @@ from tests.conftest import Link
 from tests.service import NBYTES, SLOW, OnCommand, Service, make_tensor
 from tiered_mem import TieringManager
 from tiered_mem.block import view_of
-from tiered_mem.policies import Offload, Release, Reload
+from tiered_mem.policies import Action, Event, LayerEnd, Offload, Release, Reload
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -24,9 +24,9 @@ def test_a_reloaded_block_that_nobody_reads_is_safe_to_drop(device: str, service
     service.do(Release(block.key))
     link(SLOW)
     service.do(Reload(block.key))
-    assert block.device is not None
-    address = block.device.tensor.data_ptr()
-    service.manager.activations.let_go(block)
+    assert block.tensor is not None
+    address = block.tensor.data_ptr()
+    service.let_go(block)
     other = torch.zeros(NBYTES // 4, device=device)
     assert other.data_ptr() == address, "the allocator gave other memory: nothing is shown"
     assert not other.cpu().any()
@@ -41,7 +41,7 @@ def test_a_block_dropped_while_it_leaves_is_safe(device: str, service: Service, 
     service.do(Offload(block.key))
     slot = block.host
     assert slot is not None
-    service.manager.activations.let_go(block)
+    service.let_go(block)
     del block
     stats = service.manager.stats()
     assert int(stats["host.used.current"]) >= slot.lease.region.nbytes
@@ -60,7 +60,7 @@ def test_a_block_wanted_back_before_its_release_never_left(device: str, service:
     assert service.manager.activations.load(block, view).data_ptr() == address
     assert service.manager.stats()["host.slots"] == 1, "the copy into the slot is still running"
     assert service.manager.stats()["reloaded.blocks.total"] == 0
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_a_block_wanted_back_before_its_release_and_dropped_is_safe(
@@ -73,7 +73,7 @@ def test_a_block_wanted_back_before_its_release_and_dropped_is_safe(
     del tensor
     service.do(Offload(block.key))
     service.do(Reload(block.key))
-    service.manager.activations.let_go(block)
+    service.let_go(block)
     del block
     torch.zeros(NBYTES // 4, device=device)
     device_module.synchronize()
@@ -86,7 +86,7 @@ def test_a_slot_whose_copy_has_ended_is_used_again(
     for _ in range(2):
         block = service.save(make_tensor(device))
         service.do(Offload(block.key))
-        service.manager.activations.let_go(block)
+        service.let_go(block)
         device_module.synchronize()
     assert service.manager.stats()["host.used.peak"] == NBYTES
 
@@ -105,10 +105,26 @@ def test_the_host_waits_for_room_that_is_about_to_be_free(device: str, link: Lin
         service.do(Offload(first.key))
         assert first.ticket is not None
         copied = first.ticket.event
-        service.manager.activations.let_go(first)
+        service.let_go(first)
         assert not copied.query()
         service.do(Offload(second.key))
         assert copied.query()
-        service.manager.activations.let_go(second)
+        service.let_go(second)
         assert manager.stats()["host.waits.total"] == 1
         assert manager.stats()["kept.blocks.total"] == 0
+
+
+def test_a_block_that_is_dropped_while_the_manager_is_at_work_is_gone_after_that(device: str) -> None:
+    """Here a policy drops it. Nothing happens afterwards that would give it up as well."""
+
+    class Dropping(OnCommand):
+        def decide(self, event: Event) -> list[Action]:
+            if isinstance(event, LayerEnd):
+                manager.activations.dropped.append(block)
+                manager.activations.bury()
+            return []
+
+    with TieringManager(policy=Dropping(), device=device, host_bytes="32MiB") as manager:
+        block, _ = manager.activations.save(torch.ones(1024, device=device), graph=0, layer=0)
+        manager.activations.notify(LayerEnd(graph=0, layer=0))
+        assert manager.stats()["device.blocks.current"] == 0

@@ -18,6 +18,11 @@ def test_a_full_tier_says_the_numbers_and_carries_them() -> None:
     [
         (errors.DeviceUnavailable, RuntimeError),
         (errors.DeviceFailed, RuntimeError),
+        (errors.PinningFailed, RuntimeError),
+        (errors.InterruptedStep, RuntimeError),
+        (errors.Offloaded, RuntimeError),
+        (errors.OffloadRefused, RuntimeError),
+        (errors.Reentered, RuntimeError),
         (errors.TierFull, MemoryError),
         (errors.SpillDirRefused, OSError),
         (errors.CorruptRecord, OSError),

@@ -47,7 +47,7 @@ class Answers:
 
     def decide(self, event: Event) -> Any:
         if isinstance(event, Saved):
-            self.keys.append(event.key)
+            self.keys.extend(key for key, _ in event.blocks)
         if isinstance(event, self._to):
             return self._answer(self)
         if isinstance(event, LayerEnd):

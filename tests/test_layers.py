@@ -6,6 +6,7 @@ import ast
 import json
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,10 @@ FOLDERS = (
     *LEAVES,
 )
 PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
-DEPENDENCIES = {"torch", "numpy", "safetensors", "psutil"}
+DEPENDENCIES = {"torch", "numpy", "psutil"}
 OPTIONAL = {"xxhash"}
-# What a leaf may import of the rest: users write sizes as text, and one parser reads them.
-BELOW_LEAF = {"policies": {"..sizes"}}
+# What a leaf may import of the rest: sizes are read and written as text in one way.
+BELOW_LEAF = {"policies": {"..sizes"}, "allocators": {"..sizes"}}
 # Of the command line alone.
 FOR_PEOPLE = {"rich"}
 # What tiered_mem/spill/ may import of the rest: it knows addresses and files, and nothing of torch.
@@ -42,15 +43,18 @@ ORDER = [
     ["figures", "pinned"],
     ["trace"],
     ["transfer", "chosen_tiers"],
+    ["fixed_slots"],
+    ["shelf"],
     ["optimizer"],
     ["block", "parked"],
-    ["module_phases", "spill_moves", "stats", "saved_tensor", "turn"],
-    ["spiller", "traced_layers"],
-    ["host_room", "forward_pass"],
-    ["wanted"],
+    ["module_phases", "spill_moves", "stats", "turn"],
+    ["spiller", "traced_layers", "block_copies"],
+    ["host_room", "wanted"],
     ["store"],
     ["policy_actions"],
     ["activations"],
+    ["saved_tensor"],
+    ["forward_pass"],
     ["context", "layer_context"],
     ["manager"],
     ["__init__"],
@@ -62,19 +66,6 @@ COMMAND = ROOT / "tiered_mem" / "__main__.py"
 
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
-
-
-def without_typing(tree: ast.Module) -> ast.Module:
-    """The tree without what stands under `if TYPE_CHECKING:`, which never runs."""
-
-    class Cut(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST:
-            if ast.unparse(node.test).endswith("TYPE_CHECKING"):
-                node.body = [ast.Pass()]
-            return self.generic_visit(node)
-
-    Cut().visit(tree)
-    return tree
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
@@ -89,8 +80,8 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def own_imports(path: Path) -> set[str]:
-    """The modules of tiered_mem that a file imports when it runs. A file of PACKAGES counts as its package."""
-    own = {name for name in imports(without_typing(tree_of(path))) if name.startswith((".", "tiered_mem"))}
+    """The modules of tiered_mem that a file imports, for typing too. A file of PACKAGES counts as its package."""
+    own = {name for name in imports(tree_of(path)) if name.startswith((".", "tiered_mem"))}
     packages = {f"{dots}{package}" for dots in (".", "..") for package in PACKAGES}
     return {next((each for each in packages if name.startswith(f"{each}.")), name) for name in own}
 
@@ -127,8 +118,30 @@ def test_what_lies_below_a_leaf_imports_the_standard_library_only(name: str) -> 
     assert {top(name) for name in imports(tree_of(path))} <= sys.stdlib_module_names
 
 
+def imported_files(path: Path) -> set[Path]:
+    """The files of the product that a file imports."""
+    found: set[Path] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            # A leaf is a package within tiered_mem, wherever its folder lies.
+            package = path.parent if path.parent.name not in LEAVES else ROOT / "tiered_mem" / path.parent.name
+            folder = package.parents[node.level - 2] if node.level > 1 else package
+            base = folder.joinpath(*(node.module or "").split("."))
+            places = [base / f"{alias.name}.py" for alias in node.names]
+            if node.module:
+                places += [base.with_suffix(".py"), base / "__init__.py"]
+            found |= {place.resolve() for place in places if place.is_file()}
+    return found - {path}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    graph = {path: imported_files(path) for path in PRODUCT}
+    assert sum(map(len, graph.values())) > 3 * len(PRODUCT)
+    TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+
+
 def test_tiered_mem_imports_downwards() -> None:
-    """An import for typing may point upwards: it is how a file names the type of what is handed to it."""
+    """For typing too."""
     below = {f".{leaf}" for leaf in LEAVES}
     for row in ORDER:
         for name in row:
@@ -195,7 +208,7 @@ def test_no_assert_and_no_print(path: Path) -> None:
 def test_importing_brings_in_the_dependencies_only() -> None:
     """torch brings in much of its own accord, so what counts is what comes on top of the dependencies."""
     code = (
-        "import json, sys, torch, numpy, safetensors, psutil; before = set(sys.modules);"
+        "import json, sys, torch, numpy, psutil; before = set(sys.modules);"
         "from tiered_mem import TieringManager;"
         "print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))"
     )

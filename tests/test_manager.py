@@ -104,7 +104,7 @@ def test_the_worst_policy_costs_no_number(device: str) -> None:
 
         def decide(self, event: Event) -> list[Action]:
             if isinstance(event, Saved):
-                self.keys.append(event.key)
+                self.keys.extend(key for key, _ in event.blocks)
             every = [Release, Offload, Release, Reload, Offload]
             return [advice(key) for advice in every for key in reversed(self.keys)] + [Reload(-1)]
 
@@ -178,8 +178,9 @@ from tiered_mem import TieringManager
 from tiered_mem.policies import Offload, Saved
 
 class Now:
+    gather_bytes = 1
     def check(self, num_layers): pass
-    def decide(self, event): return [Offload(event.key)] if isinstance(event, Saved) else []
+    def decide(self, event): return [Offload(key) for key, _ in event.blocks] if isinstance(event, Saved) else []
 
 with TieringManager(policy=Now(), device="npu", host_bytes="48MiB") as manager:
     tensor = torch.randn(1 << 20).to("npu")
@@ -188,7 +189,8 @@ with TieringManager(policy=Now(), device="npu", host_bytes="48MiB") as manager:
     print(stats["host.source"], stats["host.reserved.current"], block.host.tensor.is_pinned())
     manager.synchronize()
     print(torch.equal(block.host.tensor.view(torch.float32), tensor.cpu()))
-    manager.activations.let_go(block)
+    manager.activations.dropped.append(block)
+    manager.activations.bury()
 """
 
 

@@ -206,7 +206,7 @@ def test_a_slice_that_is_offloaded_again_after_its_return(device: str) -> None:
 
         def decide(self, event: Event) -> Sequence[Action]:
             if isinstance(event, Saved):
-                self.keys.append(event.key)
+                self.keys.extend(key for key, _ in event.blocks)
             return ()
 
     x = leaf(device)

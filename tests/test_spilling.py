@@ -236,4 +236,5 @@ def test_a_block_that_is_leaving_may_go_down_before_it_is_released(spilling: Spi
     assert manager.stats()["disk.blocks.current"] == 1
     manager.act([Reload(block.key)])
     assert torch.equal(manager.activations.load(block, view).cpu(), expected)
-    manager.activations.let_go(block)
+    manager.activations.dropped.append(block)
+    manager.activations.bury()

@@ -120,8 +120,9 @@ def test_other_devices_marks_and_kinds_are_named(device: str, said: pytest.LogCa
             assert stayed(manager)["other_device"] == 2 * beside.nbytes
             assert "on another device" in said.text
         del y
-    with make(LayerOrderPolicy(), "cpu") as manager, manager.offload_context(layers, min_bytes=1):
-        kept = phases.conj() * phases.conj()
+    with make(LayerOrderPolicy(), "cpu") as manager:
+        with manager.offload_context(layers, min_bytes=1):
+            kept = phases.conj() * phases.conj()
         assert stayed(manager)["kind"] == 2 * phases.nbytes
         del kept
 

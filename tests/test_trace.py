@@ -16,7 +16,7 @@ from tests.models import stack
 from tests.scene import MIB, SLOW, SLOW_BYTES_PER_S, Scene, events_in, on_track
 from tiered_mem import TieringManager
 from tiered_mem.device import Device
-from tiered_mem.figures import Copies, Figures, Stall, summary_rows
+from tiered_mem.figures import Figures, Stall, Total, summary_rows
 from tiered_mem.policies import LayerOrderPolicy
 from tiered_mem.spill.disk_record import Operation
 from tiered_mem.timeline import Direction
@@ -34,9 +34,9 @@ def test_a_copy_group_takes_as_long_as_the_link_needs(scene: Scene, link: Link, 
     copies, others = figures.offload, figures.reload
     if direction == "reload":
         copies, others = others, copies
-    assert (copies.nbytes, copies.blocks, copies.groups) == (6 * MIB, 2, 2)
+    assert (copies.nbytes, copies.blocks, copies.count) == (6 * MIB, 2, 2)
     assert 0.99 * copies.nbytes / SLOW_BYTES_PER_S <= copies.seconds <= passed
-    assert others == Copies(0, 0, 0, 0.0, 0.0)
+    assert others == Total()
     assert others.hidden is None
 
 
@@ -116,7 +116,7 @@ def test_stalls_belong_to_the_layer_that_began_last_and_the_longest_comes_first(
     scene.trace.layer_begins(1, 2, backward=True)
     scene.wait(scene.copy("reload", 12 * MIB), "reload")
     figures = scene.figures()
-    assert figures.offload.groups == 3
+    assert figures.offload.count == 3
     seconds = {(stall.why, stall.layer, stall.backward): stall.seconds for stall in figures.stalls}
     assert seconds.keys() == {("release", 1, False), ("reload", 2, True), ("release", None, False)}
     assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
@@ -132,7 +132,7 @@ def test_waits_for_unknown_events_are_passed_over(scene: Scene) -> None:
 def test_a_group_that_an_exception_ends_is_not_recorded(scene: Scene) -> None:
     with pytest.raises(KeyboardInterrupt), scene.trace.copying("offload", scene.side, MIB, 1):
         raise KeyboardInterrupt
-    assert scene.figures().offload.groups == 0
+    assert scene.figures().offload.count == 0
 
 
 @pytest.mark.schedules("eager", "late", why="its copies run when they like")
@@ -155,8 +155,8 @@ def test_the_limit_bounds_the_records_and_not_the_figures(device: str, tmp_path:
         with scene.trace.host_waits():
             pass
     figures = scene.figures()
-    assert (figures.offload.groups, figures.offload.blocks, figures.offload.nbytes) == (50, 50, 50_000)
-    assert figures.host_waits == 50
+    assert (figures.offload.count, figures.offload.blocks, figures.offload.nbytes) == (50, 50, 50_000)
+    assert figures.host_waits.count == 50
     drawn = [event for event in scene.events(tmp_path / "trace.json") if event["ph"] in "Xi"]
     assert 0 < len(drawn) <= 4
     scene.finish()
@@ -184,10 +184,10 @@ def test_training_makes_no_more_records_than_are_kept(
             assert left_out == trace._records.dropped
             assert len(on_track(events_in(tmp_path / "trace.json"), "compute: layers")) > 3
             if step == 1:
-                blocks, groups = trace.figures().reload.blocks, trace.figures().reload.groups
+                blocks, groups = trace.figures().reload.blocks, trace.figures().reload.count
         assert left_out > 40
         figures = trace.figures()
-    assert (figures.reload.blocks, figures.reload.groups) == (20 * blocks, 20 * groups)
+    assert (figures.reload.blocks, figures.reload.count) == (20 * blocks, 20 * groups)
 
 
 @pytest.mark.parametrize("limit", range(1, 30))
@@ -229,7 +229,7 @@ def test_no_more_records_are_pending_than_may_be(device: str, link: Link) -> Non
         for _ in range(6):
             scene.trace.layer_begins(0, layer)
             assert len(scene.trace._pending) <= 5
-    assert scene.figures().offload.groups == 4
+    assert scene.figures().offload.count == 4
     scene.finish()
 
 
@@ -280,8 +280,8 @@ def test_the_cpu_is_traced(tmp_path: Path) -> None:
 
 
 def test_the_summary_is_for_people() -> None:
-    nothing = Copies(0, 0, 0, 0.0, 0.0)
-    assert summary_rows(Figures(nothing, nothing, (), 0, 0.0)) == [
+    nothing = Total()
+    assert summary_rows(Figures(nothing, nothing, (), nothing, nothing, nothing)) == [
         ("offload copies", "none"),
         ("reload copies", "none"),
         ("compute waited for them", "never"),
@@ -293,8 +293,9 @@ def test_the_summary_is_for_people() -> None:
         Stall("release", None, False, 0.1e-3),
         Stall("release", 3, False, 0.1e-3),
     )
-    offload = Copies(96 * MIB, 20, 12, 24.1e-3, 1.687e-3)
-    assert summary_rows(Figures(offload, Copies(MIB, 1, 1, 20.0, 40.0), stalls, 2, 12.0)) == [
+    offload = Total(12, 24.1e-3, 96 * MIB, 20, 1.687e-3)
+    reload = Total(1, 20.0, MIB, 1, 40.0)
+    assert summary_rows(Figures(offload, reload, stalls, Total(2, 12.0), nothing, nothing)) == [
         ("offload copies", "96.0 MiB in 12 groups, 24.1 ms, 93 % hidden"),
         ("reload copies", "1.0 MiB in 1 groups, 20.0 s, 0 % hidden"),
         (

@@ -12,7 +12,7 @@ from tests.conftest import Link
 from tests.scene import MIB, SLOW, Events, Scene, end, events_in, on_track
 from tests.spilling import Training
 from tiered_mem import TieringManager
-from tiered_mem.figures import Copies, Figures, Files, summary_rows
+from tiered_mem.figures import Figures, Total, summary_rows
 from tiered_mem.policies import LayerOrderPolicy
 from tiered_mem.spill.disk_record import Operation
 
@@ -70,14 +70,14 @@ def test_figures_are_about_all_files(device: str, tmp_path: Path) -> None:
     now = time.perf_counter()
     for _ in range(10):
         scene.trace.file_moved(Operation("write", MIB, now, now + 0.5))
-    assert scene.figures().writes == Files(10 * MIB, 10, 5.0)
-    assert scene.figures().reads == Files(0, 0, 0.0)
+    assert scene.figures().writes == Total(10, 5.0, 10 * MIB)
+    assert scene.figures().reads == Total()
     assert len(spans(scene.events(tmp_path / "trace.json"), "write")) == 3
 
 
 def test_the_summary_tells_of_files() -> None:
-    nothing = Copies(0, 0, 0, 0.0, 0.0)
-    rows = summary_rows(Figures(nothing, nothing, (), 0, 0.0, Files(2_000_000_000, 4, 0.5), Files(0, 1, 0.0)))
+    nothing = Total()
+    rows = summary_rows(Figures(nothing, nothing, (), nothing, Total(4, 0.5, 2_000_000_000), Total(1)))
     assert rows[-2:] == [("files written", "4, 1.9 GiB, 4.00 GB/s each"), ("files read", "1, 0 B, in no time")]
 
 

@@ -37,7 +37,7 @@ def test_memory_falls_on_release_while_the_copy_is_running(
     assert running, f"the copy had ended after {seconds:.3f} s"
     assert before - after == pytest.approx(size, rel=0.01)
     assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_released_memory_is_not_overwritten_before_it_is_copied(device: str, service: Service, link: Link) -> None:
@@ -51,7 +51,7 @@ def test_released_memory_is_not_overwritten_before_it_is_copied(device: str, ser
     other = torch.zeros(NBYTES // 4, device=device)
     assert other.data_ptr() == address, "the allocator gave other memory: nothing is shown"
     assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_a_copy_waits_for_the_work_that_makes_its_source(
@@ -66,7 +66,7 @@ def test_a_copy_waits_for_the_work_that_makes_its_source(
     service.do(Release(block.key))
     expected = made.cpu()
     assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_a_reload_waits_for_its_own_offload(device: str, service: Service, link: Link) -> None:
@@ -80,7 +80,7 @@ def test_a_reload_waits_for_its_own_offload(device: str, service: Service, link:
     service.do(Release(block.key))
     service.do(Reload(block.key))
     assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_a_reload_does_not_write_into_memory_that_is_still_read(
@@ -102,10 +102,10 @@ def test_a_reload_does_not_write_into_memory_that_is_still_read(
     address = victim.data_ptr()
     del victim
     service.do(Reload(block.key))
-    assert block.device is not None
-    assert block.device.tensor.data_ptr() == address, "the allocator gave other memory: nothing is shown"
+    assert block.tensor is not None
+    assert block.tensor.data_ptr() == address, "the allocator gave other memory: nothing is shown"
     assert torch.equal(late.cpu(), expected)
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_a_reload_on_another_stream_waits_for_its_own_offload(
@@ -123,7 +123,7 @@ def test_a_reload_on_another_stream_waits_for_its_own_offload(
     with device_module.stream(other):
         service.do(Reload(block.key))
         assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
-    service.manager.activations.let_go(block)
+    service.let_go(block)
 
 
 def test_a_host_slot_is_not_filled_again_while_it_is_read(device: str, service: Service, link: Link) -> None:
@@ -137,8 +137,8 @@ def test_a_host_slot_is_not_filled_again_while_it_is_read(device: str, service: 
     service.do(Reload(block.key))
     service.do(Offload(next_block.key))
     assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
-    service.manager.activations.let_go(block)
-    service.manager.activations.let_go(next_block)
+    service.let_go(block)
+    service.let_go(next_block)
 
 
 def test_memory_that_another_stream_reads_is_not_handed_out(
@@ -161,7 +161,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(
         loaded = service.manager.activations.load(block, view)
         late = loaded + loaded
     del loaded
-    service.manager.activations.let_go(block)
+    service.let_go(block)
     del block
     overwritten = [torch.zeros(NBYTES // 4, device=device) for _ in range(3)]  # in whatever memory is free now
     device_module.current_stream().synchronize()
@@ -183,4 +183,4 @@ def test_synchronize_waits_for_both_directions(device: str, service: Service, li
     service.manager.synchronize()
     assert block.ticket is not None
     assert block.ticket.event.query()
-    service.manager.activations.let_go(block)
+    service.let_go(block)

@@ -72,7 +72,7 @@ def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
     service.do(*actions["offload"], *(Release(block.key) for block in blocks))
     for block, contents in zip(blocks, expected, strict=True):
         assert torch.equal(service.manager.activations.load(block, view).cpu(), contents)
-        service.manager.activations.let_go(block)
+        service.let_go(block)
 
 
 def test_an_early_reload_that_finds_the_device_full_is_put_off(
@@ -94,4 +94,4 @@ def test_an_early_reload_that_finds_the_device_full_is_put_off(
         device_module.set_per_process_memory_fraction(1.0)
     assert service.manager.stats()["reloads_postponed.total"] == 1
     assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
-    service.manager.activations.let_go(block)
+    service.let_go(block)

@@ -10,7 +10,7 @@ import torch
 from .block import Block, View
 from .errors import Closed
 from .interrupts import uninterrupted
-from .policies import Action, Event, Saved
+from .policies import Action, Event
 from .policy_actions import PolicyActions
 from .spiller import Spiller
 from .stayed import Stayed
@@ -46,6 +46,10 @@ class Activations:
         self._after = after
         self._graphs = itertools.count()
         self._closed = False
+        # A file operation that has ended is looked for with each tensor; all else waits for the next event.
+        self._spills = spiller is not None
+        # For a saved tensor that dies: its block is put there, and then that is called, from anywhere.
+        self.dropped, self.bury = turn.dropped, turn.bury
 
     def new_graph(self) -> int:
         """A number for one pass through a forward. Raises Closed."""
@@ -62,7 +66,8 @@ class Activations:
         with self._turn:
             if self._traced is not None:
                 self._traced.tell(event)
-            self.go_on()
+            self._before()
+            self._store.progress()
             self._actions.tell(event)
         self._after()
 
@@ -78,17 +83,24 @@ class Activations:
 
         Whoever gets the block lets go of it once.
         """
-        with self._turn:
-            self.go_on()
+        self._turn.take()
+        try:
+            if self._spills:
+                self._store.progress()
+            if (graph, layer) != self._actions.saver:
+                self._actions.saves_come_from(graph, layer)
             block, view = self._store.save(tensor)
             if self._traced is not None and view.number == 0:
                 self._traced.saved(graph, layer, block.nbytes)
-            try:
-                self._actions.tell(Saved(graph, layer, block.key, block.nbytes))
-            except BaseException:
-                self._turn.let_go(block)  # nobody will get it
-                raise
+            if self._store.saved_bytes >= self._actions.enough:
+                try:
+                    self._actions.tell_news()
+                except BaseException:
+                    self.dropped.append(block)  # nobody will get it
+                    raise
             return block, view
+        finally:
+            self._turn.give()
 
     @uninterrupted
     def load(self, block: Block, view: View) -> torch.Tensor:
@@ -96,13 +108,15 @@ class Activations:
 
         Raises ChangedTensor, or Closed where its bytes went with the manager.
         """
-        with self._turn:
-            self.go_on()
+        self._turn.take()
+        try:
+            if self._spills:
+                self._store.progress()
+            if self._store.ended_bytes >= self._actions.enough:
+                self._actions.tell_news()
             return self._store.load(block, view)
-
-    def let_go(self, block: Block) -> None:
-        """One saved tensor less needs the block. May be called from anywhere, from `__del__` too."""
-        self._turn.let_go(block)
+        finally:
+            self._turn.give()
 
     def any_alive(self, keys: Iterable[int]) -> bool:
         """Whether any of the blocks is still needed."""
@@ -118,15 +132,12 @@ class Activations:
 
     def count_stayed(self, keys: Iterable[int], stayed: Stayed) -> int:
         """Counts those of the blocks that have not been offloaded. The size of the others."""
-        moved = 0
         with self._turn:
-            for key in set(keys):
-                block = self._store.find(key)
-                if block is None or block.offloaded:
-                    moved += 0 if block is None else block.nbytes
-                else:
+            blocks = [block for key in set(keys) if (block := self._store.find(key)) is not None]
+            for block in blocks:
+                if not block.offloaded:
                     stayed.add("no_room" if block.no_room else "policy", block.nbytes)
-        return moved
+            return sum([block.nbytes for block in blocks if block.offloaded])
 
     def check_open(self) -> None:
         """Raises Closed after `close`."""
@@ -141,4 +152,4 @@ class Activations:
         """To be called in turn: goes on with what was waiting for something to happen."""
         self._before()
         self._store.progress()
-        self._actions.go_on()
+        self._actions.tell_news()

@@ -1,8 +1,8 @@
-"""What a tensor is while its bytes are away from the device: of its own shape, and of no use."""
+"""Tensors whose bytes are away from the device: they keep their shape, and any use raises Offloaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,16 +13,16 @@ from .errors import Offloaded
 
 
 class Home(Protocol):
-    """Where the bytes are. A tensor that is away keeps it alive."""
+    """The place of the bytes. A tensor that is away keeps it alive."""
 
     @property
     def advice(self) -> str:
-        """What the user can do to have the tensor back."""
+        """How the user gets the tensor back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """What is known of a tensor that is away.
+    """What a tensor that is away remembers.
 
     name: such as "layers.0.weight of GPT".
     kind: its type.
@@ -43,7 +43,7 @@ class Away:
 
 
 class _Refusing:
-    """No operation takes it, and everything that says what is in it raises Offloaded."""
+    """Raises Offloaded for every operation, and for everything that shows its contents."""
 
     _tiered_mem_away: Away
 
@@ -57,7 +57,7 @@ class _Refusing:
                 return func(*args, **kwargs)
         if func in _OF_SHAPE and not kwargs.get("out"):
             return func(args[0]._tiered_mem_away.shape, *args[1:], **kwargs)
-        raise _first((args, kwargs)).error()
+        raise next(_all_away((args, kwargs))).error()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         away = self._tiered_mem_away
@@ -82,17 +82,17 @@ _AWAY: dict[type[torch.Tensor], type[torch.Tensor]] = {
 
 
 def can_go(tensor: torch.Tensor) -> bool:
-    """Whether there is something to stand in for a tensor of this type."""
+    """Whether a tensor of this type can be away."""
     return type(tensor) in _AWAY
 
 
 def away(tensor: torch.Tensor) -> Away | None:
-    """What is known of a tensor that is away; None for any other."""
+    """What a tensor that is away remembers; None for any other tensor."""
     return tensor._tiered_mem_away if isinstance(tensor, _Refusing) else None
 
 
 def send_away(tensor: torch.Tensor, name: str, home: Home) -> None:
-    """Takes the device memory from a tensor, of which `home` has the bytes. The object stays the same one."""
+    """Takes the device memory from a tensor whose bytes `home` has. The tensor stays the same object."""
     kind = type(tensor)
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     known = Away(name, kind, shape, int(tensor.storage_offset()), home, _guard(tensor, name, home))
@@ -105,13 +105,11 @@ def send_away(tensor: torch.Tensor, name: str, home: Home) -> None:
 
 
 def bring_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Gives a tensor that is away its place in new memory, which `flat` covers.
+    """Gives a tensor that is away its place in new memory, all of which `flat` covers.
 
     flat: 1-dimensional, of the dtype of one of the tensors in that memory with the smallest elements.
     """
-    known = away(tensor)
-    if known is None:
-        raise RuntimeError("the tensor is not away")
+    known: Away = tensor._tiered_mem_away  # type: ignore[attr-defined]
     tensor.__class__ = known.kind
     del tensor._tiered_mem_away  # type: ignore[attr-defined]
     if known.guard is not None:
@@ -129,7 +127,7 @@ def bring_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def _guard(tensor: torch.Tensor, name: str, home: Home) -> RemovableHandle | None:
-    """A graph that needs nothing of a weight but to add to its gradient would not notice."""
+    """A hook for graphs that only add to the tensor's gradient: nothing else would tell them."""
     if not tensor.requires_grad:
         return None
 
@@ -139,18 +137,13 @@ def _guard(tensor: torch.Tensor, name: str, home: Home) -> RemovableHandle | Non
     return tensor.register_hook(refuse)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _first(things: Iterable[Any]) -> Away:
-    """Of what a function was called with, the first tensor that is away."""
-    waiting = [things]
-    while waiting:
-        thing = waiting.pop()
-        if isinstance(thing, _Refusing):
-            return thing._tiered_mem_away
-        if isinstance(thing, dict):
-            waiting.extend(thing.values())
-        elif isinstance(thing, (list, tuple)):
-            waiting.extend(reversed(thing))
-    raise RuntimeError("no tensor among the arguments is away")
+def _all_away(thing: object) -> Iterator[Away]:
+    """The tensors that are away among a function's arguments."""
+    if isinstance(thing, _Refusing):
+        yield thing._tiered_mem_away
+    elif isinstance(thing, (dict, list, tuple)):
+        for each in thing.values() if isinstance(thing, dict) else thing:
+            yield from _all_away(each)
 
 
 _T: Any = torch.Tensor

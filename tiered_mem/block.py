@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from .device import Stream
 from .marks import moves_whole
-from .tiers import DeviceSlot, HostSlot
+from .spill.disk_record import Record
+from .tiers import HostSlot
 from .transfer import Ticket
-
-if TYPE_CHECKING:
-    from .spill_moves import Read, Stored, Write
 
 # Which storage, the first byte in it, and the number of bytes.
 Span = tuple[int, int, int]
@@ -39,43 +38,67 @@ class Place(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Shared:
+    """A record, and how many blocks and reads need it."""
+
+    record: Record
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """Where a block is on disk: in which record, and which piece of it."""
+
+    shared: Shared
+    index: int
+
+
+class Move:
+    """A file operation that blocks take part in."""
+
+    __slots__ = ()
+
+
 class Block:
     """The bytes of one storage, or of the span of it that a small view covers.
 
     span: names the block while it is on the device.
     dtype: of the flat tensors over its bytes.
-    ticket: the newest copy between `device` and `host`.
+    tensor: over the device bytes; None where they are not on the device. stream: whose work makes and uses them.
+    ticket: the newest copy between the device and `host`.
     stored: where the bytes are on disk. They are the same for as long as this is set.
     move: the file operation that the block takes part in.
-    unwanted: a copy to the host that may still read `device`, though nobody needs its outcome any more.
+    unwanted: a copy to the host that may still read the device bytes, though nobody needs its outcome any more.
     versions: the tensors that were saved, or the one that was reloaded, over the device bytes, each with the
         version at which its contents were the block's.
-    changed: the device bytes were changed in place between a save and the release.
     holders: saved tensors that still need the block.
+    changed: the device bytes were changed in place between a save and the release.
+    chosen, due: a copy to the host is about to begin, and the device memory is to be given up as soon as it has.
     offloaded, left: a copy to the host was begun, the device memory was given up, at least once.
     no_room: it was to be offloaded, and the host tier had no room.
     """
 
-    key: int
-    span: Span
-    dtype: torch.dtype
-    device: DeviceSlot | None
-    host: HostSlot | None = None
-    ticket: Ticket | None = None
-    stored: Stored | None = None
-    move: Write | Read | None = None
-    unwanted: Ticket | None = None
-    place: Place = Place.DEVICE
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    changed: bool = False
-    holders: int = 0
-    offloaded: bool = False
-    left: bool = False
-    no_room: bool = False
+    __slots__ = (
+        *("key", "span", "nbytes", "dtype", "tensor", "stream", "host", "ticket", "stored", "move", "unwanted"),
+        *("place", "versions", "holders", "changed", "chosen", "due", "offloaded", "left", "no_room"),
+    )
 
-    @property
-    def nbytes(self) -> int:
-        return self.span[2]
+    def __init__(self, key: int, span: Span, tensor: torch.Tensor, stream: Stream) -> None:
+        self.key = key
+        self.span = span
+        self.nbytes = span[2]
+        self.dtype = tensor.dtype
+        self.tensor: torch.Tensor | None = tensor
+        self.stream = stream
+        self.host: HostSlot | None = None
+        self.ticket: Ticket | None = None
+        self.stored: Stored | None = None
+        self.move: Move | None = None
+        self.unwanted: Ticket | None = None
+        self.place = Place.DEVICE
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        self.holders = 0
+        self.changed = self.chosen = self.due = self.offloaded = self.left = self.no_room = False
 
     def unchanged(self) -> bool:
         for tensor, version in self.versions:  # all() would take three times as long
@@ -158,7 +181,10 @@ def flat(detached: torch.Tensor, span: Span) -> torch.Tensor:
 def view_of(tensor: torch.Tensor, span: Span, number: int) -> View:
     """How the tensor, which is the block's saved tensor with this number, lies in the block of that span."""
     offset = int(tensor.storage_offset()) - span[1] // tensor.element_size()
-    return View(tensor.dtype, tensor.shape, tensor.stride(), offset, number, origin_of(tensor))
+    node = tensor.grad_fn
+    origin = None if node is None else (node.name(), tensor.output_nr)
+    # View(...) would call a Python function more, for each tensor that is saved.
+    return tuple.__new__(View, (tensor.dtype, tensor.shape, tensor.stride(), offset, number, origin))
 
 
 def origin_of(tensor: torch.Tensor) -> Origin:

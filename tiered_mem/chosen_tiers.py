@@ -22,7 +22,7 @@ def host_tier(
     host_pool: HostPool | None,
     steps_in_flight: int,
 ) -> HostTier:
-    """The arguments are those of TieringManager, and so are the errors."""
+    """Arguments and errors are those of TieringManager."""
     if not isinstance(steps_in_flight, int) or steps_in_flight < 1:
         raise ValueError(f"steps_in_flight is {steps_in_flight!r}; it has to be 1 or more")
     if host_pool is not None:
@@ -45,7 +45,7 @@ def disk_tier(
     spill_checksum: str | None,
     disk: DiskTier | None,
 ) -> DiskTier | None:
-    """The arguments are those of TieringManager, and so are the errors."""
+    """Arguments and errors are those of TieringManager."""
     described = (spill_dir, spill_bytes, spill_write_budget, spill_checksum) != (None, None, None, None)
     if disk is not None:
         if described:

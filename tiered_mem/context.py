@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from .activations import Activations
 from .forward_pass import ForwardPass, is_method_of, untraced
 from .interrupts import uninterrupted
 from .movable import Movable
-
-if TYPE_CHECKING:
-    from .activations import Activations
 
 
 class OffloadContext(contextlib.ContextDecorator):

@@ -9,11 +9,11 @@ from .sizes import format_bytes
 
 
 class TieredMemError(Exception):
-    """Anything that tiered_mem itself raises."""
+    """The base of tiered_mem's own errors."""
 
 
 class DeviceUnavailable(TieredMemError, RuntimeError):
-    """The device that was asked for is not on this machine, or its package is not installed."""
+    """The requested device is not on this machine, or its package is not installed."""
 
 
 class PinningFailed(TieredMemError, RuntimeError):
@@ -40,7 +40,7 @@ class SpillDirRefused(TieredMemError, OSError):
 
 
 class CorruptRecord(TieredMemError, OSError):
-    """A spill file does not hold what was written to it. None of its bytes was used.
+    """A spill file does not hold what was written to it. None of its bytes were used.
 
     path: the file. expected, found: what differs.
     """
@@ -64,7 +64,7 @@ class _Described(Protocol):
 def changed_tensor(
     tensor: _Described, origin: tuple[str, int] | None, saved: int | None = None, now: int | None = None
 ) -> ChangedTensor:
-    """The error for one saved tensor: what it was, and its versions where they are known."""
+    """The error for one saved tensor. saved, now: its versions, where they are known."""
     name = "a leaf of the graph" if origin is None else f"output {origin[1]} of {origin[0]}"
     versions = "" if saved is None else f": it is at version {now}, version {saved} was saved"
     return ChangedTensor(
@@ -76,8 +76,7 @@ def changed_tensor(
 class InterruptedStep(TieredMemError, RuntimeError):
     """An optimizer's step, or a load of its states, ended in the middle.
 
-    Some parameters and states are from after it, others from before. stepped: how many buckets were through, of how
-    many.
+    Some parameters and states are from after it, others from before. stepped: how many of `of` buckets were done.
     """
 
     def __init__(self, optimizer: str, stepped: int, of: int, *, loading: bool = False) -> None:
@@ -91,11 +90,11 @@ class InterruptedStep(TieredMemError, RuntimeError):
 
 
 class Offloaded(TieredMemError, RuntimeError):
-    """A tensor was used whose bytes are not on the device, because what it belongs to was offloaded."""
+    """A tensor was used whose bytes are not on the device, because its module was offloaded."""
 
 
 class OffloadRefused(TieredMemError, RuntimeError):
-    """Something cannot be offloaded as it is now. Nothing of it has been changed."""
+    """Something cannot be offloaded as it is now. Nothing was changed."""
 
 
 class PolicyError(TieredMemError, RuntimeError):

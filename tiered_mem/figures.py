@@ -1,4 +1,4 @@
-"""What a trace comes to: how much was moved, what of it was hidden, and who waited."""
+"""The sums of a trace: how much was moved, how much of it was hidden, and who waited."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from .sizes import format_bytes
 from .timeline import layer_name
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """The copies of one direction. Times are in seconds; stalled: how long compute streams waited for them."""
+@dataclass(slots=True)
+class Total:
+    """Copies, files or waits of one kind, and their seconds together, some of which ran side by side.
 
-    nbytes: int
-    blocks: int
-    groups: int
-    seconds: float
-    stalled: float
+    blocks, stalled: of copies, how many blocks they moved, and how many seconds compute streams waited for them.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+    blocks: int = 0
+    stalled: float = 0.0
+
+    def add(self, seconds: float, nbytes: int = 0, blocks: int = 0) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.nbytes += nbytes
+        self.blocks += blocks
 
     @property
     def hidden(self) -> float | None:
         """The share of the copying that nobody waited for, from 0 to 1; None where there was none."""
         return min(1.0, max(0.0, 1 - self.stalled / self.seconds)) if self.seconds > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """The files that were read, or written. seconds: of all of them together, some of which ran side by side."""
-
-    nbytes: int
-    count: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,14 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All since the trace began. stalls: the longest first. host_seconds: of the host's own waits for room."""
+    """All since the trace began. stalls: the longest first. host_waits: of the host itself, for room."""
 
-    offload: Copies
-    reload: Copies
+    offload: Total
+    reload: Total
     stalls: tuple[Stall, ...]
-    host_waits: int
-    host_seconds: float
-    writes: Files = Files(0, 0, 0.0)
-    reads: Files = Files(0, 0, 0.0)
+    host_waits: Total
+    writes: Total
+    reads: Total
 
 
 def summary_rows(figures: Figures) -> list[tuple[str, str]]:
@@ -64,21 +63,21 @@ def summary_rows(figures: Figures) -> list[tuple[str, str]]:
         ("offload copies", _told(figures.offload)),
         ("reload copies", _told(figures.reload)),
         ("compute waited for them", f"{waited}: {', '.join(stalls)}" if stalls else "never"),
-        ("host waited for room", _duration(figures.host_seconds)),
+        ("host waited for room", _duration(figures.host_waits.seconds)),
     ]
     files = (("files written", figures.writes), ("files read", figures.reads))
     return rows + [(name, _rate(each)) for name, each in files if each.count]
 
 
-def _rate(files: Files) -> str:
+def _rate(files: Total) -> str:
     each = f"{files.nbytes / files.seconds / 1e9:.2f} GB/s each" if files.seconds > 0 else "in no time"
     return f"{files.count}, {format_bytes(files.nbytes)}, {each}"
 
 
-def _told(copies: Copies) -> str:
+def _told(copies: Total) -> str:
     if copies.hidden is None:
         return "none"
-    moved = f"{format_bytes(copies.nbytes)} in {copies.groups} groups"
+    moved = f"{format_bytes(copies.nbytes)} in {copies.count} groups"
     return f"{moved}, {_duration(copies.seconds)}, {100 * copies.hidden:.0f} % hidden"
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from itertools import chain
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .activations import Activations
 from .interrupts import uninterrupted
 from .movable import Movable, has_storage
 from .parts import take_apart
 from .policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
-from .saved_tensor import Saved, SavedParts, SavedTensor, StrayTensor, keep
-
-if TYPE_CHECKING:
-    from .activations import Activations
-
+from .saved_tensor import KeptTensor, Saved, SavedParts, SavedTensor, StrayTensor, keep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +35,8 @@ class ForwardPass:
         self._activations = activations
         self._movable = movable
         self._weights = movable.weights()
+        self._min_bytes = movable.min_bytes
+        self._small = movable.stayed.of("small")
         self._layer: int | None = None
         self._inputs: dict[int, int] = {}
         self._strays: dict[int, list[weakref.ref[StrayTensor]]] = {}
@@ -101,22 +101,35 @@ class ForwardPass:
         self._strays = {}
         self._weights = frozenset()
         self._activations.notify(ForwardEnd(self.graph))
-        moved = self._activations.count_stayed((key for layer in self.keys for key in layer), self._movable.stayed)
+        moved = self._activations.count_stayed(chain.from_iterable(self.keys), self._movable.stayed)
         self._movable.stayed.forward_ends(None if early else moved)
 
+    # Each tensor that a model saves comes through here, most of them to stay. So the two calls ask what is cheap
+    # first, and call few functions.
     @uninterrupted
     def pack(self, tensor: torch.Tensor) -> Saved:
         """What autograd keeps of a tensor that is saved."""
-        if type(tensor) is torch.Tensor:
-            if self._movable.large(tensor):
-                return self._pack_large(tensor)
-        elif not isinstance(tensor, torch.nn.Parameter) and self._movable.large(tensor):
-            apart = take_apart(tensor)
-            if apart is not None:
+        kind = type(tensor)
+        layer = self._layer
+        if kind is torch.Tensor:
+            if tensor.layout is torch.strided and not tensor.is_nested and tensor.nbytes < self._min_bytes:
+                if type(tensor._base) is not torch.nn.Parameter:
+                    self._small.count += 1
+                    self._small.nbytes += tensor.nbytes
+            elif self._movable.moves(tensor, self._weights):
+                if layer is None:
+                    layer = self._inputs.get(tensor.untyped_storage()._cdata)
+                    if layer is None:
+                        return self._pack_stray(tensor)
+                block, view = self._activations.save(tensor, self.graph, layer)
+                self.keys[layer][block.key] = None
+                return SavedTensor(self._activations, block, view, layer)
+        elif kind is not torch.nn.Parameter:
+            if self._movable.large(tensor) and (apart := take_apart(tensor)) is not None:
                 parts = [None if part is None else self.pack(part) for part in apart.parts]
-                return SavedParts(tensor, apart, parts, self._layer)
-        self._movable.note_stay(tensor)
-        return keep(tensor, self._layer)
+                return SavedParts(tensor, apart, parts, layer)
+            self._movable.note_stay(tensor)
+        return keep(tensor, layer)
 
     @uninterrupted
     def unpack(self, saved: Saved) -> torch.Tensor:
@@ -124,25 +137,17 @@ class ForwardPass:
         layer = saved.layer
         if layer is not None and layer != self._backward_of:
             self.begin_backward(layer)
+        if type(saved) is SavedTensor:
+            return self._activations.load(saved.block, saved.view)
+        if type(saved) is KeptTensor and saved.tensor._version == saved.version:
+            return saved.tensor
         return saved.load()
 
-    def _pack_large(self, tensor: torch.Tensor) -> Saved:
-        storage = tensor.untyped_storage()
-        layer = self._layer
-        if not self._movable.moves(tensor, storage, self._weights):
-            if storage._cdata not in self._weights:
-                self._movable.note_stay(tensor)
-            return keep(tensor, layer)
-        if layer is None:
-            layer = self._inputs.get(storage._cdata)
-        if layer is None:
-            self._movable.stayed.add("outside", tensor.nbytes)
-            stray = StrayTensor(keep(tensor, None))
-            self._strays.setdefault(storage._cdata, []).append(weakref.ref(stray))
-            return stray
-        block, view = self._activations.save(tensor, self.graph, layer)
-        self.keys[layer][block.key] = None
-        return SavedTensor(self._activations, block, view, layer)
+    def _pack_stray(self, tensor: torch.Tensor) -> StrayTensor:
+        self._movable.stayed.add("outside", tensor.nbytes)
+        stray = StrayTensor(keep(tensor, None))
+        self._strays.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(stray))
+        return stray
 
     def _claim_strays(self, layer: int) -> None:
         for storage in self._inputs.keys() & self._strays.keys():

@@ -1,4 +1,4 @@
-"""How much host memory this process takes: what was asked for, checked against its share of what there is."""
+"""The host memory that this process takes: the request, checked against its share of the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 def local_processes() -> int:
-    """How many training processes share this machine: LOCAL_WORLD_SIZE, which torchrun sets, or 1 without it.
+    """The number of training processes on this machine: LOCAL_WORLD_SIZE, which torchrun sets, or 1 without it.
 
     Raises ValueError where it is not a positive integer.
     """
@@ -33,13 +33,13 @@ def local_processes() -> int:
 def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int) -> int:
     """Bytes of host memory for this process, at least 1.
 
-    A process's share of a limit is the limit divided by the processes, and what counts is the smallest share.
+    A process's share of a limit is the limit divided by the processes. The smallest share counts.
 
     asked: None or "auto" is half of the share. A float above 0 and up to 1 is that part of it. An int, or a string
         such as "64GiB", is a number of bytes.
-    limits: one or more. processes: how many share each limit that is not for each process by itself.
+    limits: one or more. processes: how many share each limit that does not hold for each process by itself.
 
-    Raises ValueError for more than the share, and for what is none of these.
+    Raises ValueError for more than the share, and for any other value.
     """
     if isinstance(asked, bool) or (isinstance(asked, float) and not 0 < asked <= 1):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How much host memory this process may use: the container's limit where there is one, not the machine's RAM."""
+"""The host memory that this process may use: the container's limit where there is one, else the machine's RAM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True, slots=True)
 class HostLimit:
-    """At most `nbytes` bytes, for all processes of this machine or container together, or for each by itself."""
+    """A limit of `nbytes`, for all processes of this machine or container together, or for each by itself."""
 
     nbytes: int
     source: str
@@ -42,11 +42,11 @@ def cgroup_limits(root: Path, proc: Path) -> list[HostLimit]:
 
 
 def memlock_limit(status: Path = Path("/proc/self/status")) -> HostLimit | None:
-    """How much this process may lock by mlock; None where it may lock anything.
+    """The limit of this process on mlock; None where it may lock anything.
 
-    For memory that is locked by mlock only: what a device's driver pins does not count towards it.
+    Memory that a device's driver pins does not count towards it.
 
-    status: where the process's capabilities are written.
+    status: the file with the process's capabilities.
     """
     nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if nbytes == resource.RLIM_INFINITY or _capabilities(status) >> _CAP_IPC_LOCK & 1:

@@ -24,7 +24,7 @@ _FREE: set[CodeType] = set()
 
 
 def uninterrupted(function: F) -> F:
-    """While the function runs in the main thread, no handler of a signal does. It costs the function nothing."""
+    """While the function runs in the main thread, no handler of a signal runs. A call costs nothing more."""
     _CODES.add(cast(FunctionType, function).__code__)
     return function
 
@@ -35,7 +35,7 @@ def uninterrupted_codes() -> frozenset[CodeType]:
 
 
 def interruptible(function: F) -> F:
-    """While the function runs, handlers do come, whatever has called it: it is the user's own code."""
+    """While the function runs, handlers do run, whatever called it: it is the user's own code."""
     _FREE.add(cast(FunctionType, function).__code__)
     return function
 
@@ -45,25 +45,26 @@ uninterrupted(weakref.finalize.__call__)
 
 
 class Interrupts:
-    """Lets the handlers of signals wait for what is `uninterrupted`.
+    """Makes the handlers of signals wait for functions that are `uninterrupted`.
 
     Python calls a handler in the main thread, between any two instructions, and whatever it raises comes out there:
-    KeyboardInterrupt, SystemExit, a time limit's own error. If that is in the middle of the bookkeeping, a lock
-    stays taken or a slot is lost; and a handler that asks the manager would wait for itself. So each handler is put
-    behind one that looks at the stack first, and comes again a little later if it is a bad time. Without a signal
+    KeyboardInterrupt, SystemExit, a time limit's own error. In the middle of the bookkeeping that would leave a
+    lock taken or lose a slot, and a handler that asks the manager would wait for itself. So each handler is put
+    behind one that looks at the stack first, and comes again a little later if the time is bad. Without a signal
     that costs nothing.
 
-    There is one for each manager. They share what they put before a handler.
+    There is one for each manager. They share the handlers that they put in front.
     """
 
     def __init__(self) -> None:
         self._signals = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
         self._known: list[object] = []
         self._closed = False
+        self._main = threading.main_thread().ident
 
     def watch(self) -> None:
         """Looks for handlers that are new. To be called now and then by the main thread; others need not."""
-        if self._closed or threading.get_ident() != threading.main_thread().ident:
+        if self._closed or threading.get_ident() != self._main:
             return
         handlers = list(map(getsignal, self._signals))
         if handlers != self._known:
@@ -72,7 +73,7 @@ class Interrupts:
             self._known = list(map(getsignal, self._signals))
 
     def close(self) -> None:
-        """Takes away what nobody else uses. Only the main thread can."""
+        """Puts back the handlers that no other manager holds back. Only the main thread can."""
         self._closed = True
         if threading.get_ident() != threading.main_thread().ident:
             return
@@ -95,7 +96,7 @@ class Interrupts:
 class HeldBack:
     """A handler that waits until the main thread is in no `uninterrupted` function.
 
-    handler: the user's. users: whoever needs it to wait.
+    handler: the user's. users: the managers that need it to wait.
     """
 
     def __init__(self, handler: Handler) -> None:

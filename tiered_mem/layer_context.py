@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .activations import Activations
 from .forward_pass import ForwardPass
 from .interrupts import uninterrupted
 from .movable import Movable
-
-if TYPE_CHECKING:
-    from .activations import Activations
 
 
 class LayerContext(contextlib.ContextDecorator):

@@ -14,12 +14,14 @@ import torch
 
 from .activations import Activations
 from .allocators import HostPool
+from .block_copies import BlockCopies
 from .chosen_tiers import disk_tier, host_tier
 from .context import OffloadContext
 from .device import Device
 from .errors import DeviceFailed
 from .figures import summary_rows
 from .host_budget import HostBytes
+from .host_room import HostRoom
 from .interrupts import Interrupts, uninterrupted
 from .layer_context import LayerContext, LayerSequence
 from .module_phases import ModulePhases
@@ -35,7 +37,7 @@ from .spiller import Spiller
 from .stats import Counters, Stats, flatten, summary
 from .stayed import Stayed
 from .store import BlockStore
-from .tiers import DeviceTier, HostTier
+from .tiers import HostTier
 from .trace import Trace
 from .traced_layers import TracedLayers
 from .transfer import TransferEngine
@@ -119,22 +121,15 @@ class TieringManager:
             self._engine = TransferEngine(self.device, stream, self._trace)
             self._counters = Counters()
             spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
-            self._store = BlockStore(
-                DeviceTier(self.device),
-                self._host,
-                self._engine,
-                self._counters,
-                partial(advice, self._policy),
-                self._trace,
-                spiller,
-            )
-            actions = PolicyActions(self._policy, self._store)
-            self._turn = Turn(actions.let_go, self._interrupts)
-            self._phases = ModulePhases(self.device, self._host, self._engine, self._store.make_room)
+            room = HostRoom(self._host, spiller, partial(advice, self._policy), self._counters, self._trace)
+            copies = BlockCopies(self._host, self._engine, self._counters)
+            self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
+            self._turn = Turn(self._store.let_go, self._interrupts)
+            self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
             self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)
             self.activations = Activations(
                 self._turn,
-                actions,
+                PolicyActions(self._policy, self._store),
                 self._store,
                 spiller=spiller,
                 traced=None if self._trace is None else TracedLayers(self._trace, self._turn),

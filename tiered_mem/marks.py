@@ -1,4 +1,4 @@
-"""What a user says of the memory of a tensor: that it stays on the device, or that it moves as a whole.
+"""A user's marks on the memory of a tensor: it stays on the device, or it moves as a whole.
 
 A mark lies on the storage. So it holds for every view of it, for the copies of the handle that autograd makes, and
 for as long as the memory lives, without a list of tensors anywhere.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
-_STAYS = "_tiered_mem_stays"
+# The attribute that a storage has which stays.
+STAYS = "_tiered_mem_stays"
 _WHOLE = "_tiered_mem_whole"
 
 
 def mark_stays(tensor: torch.Tensor) -> None:
     """The tensor's storage stays on the device, where it has not begun to leave it."""
-    setattr(tensor.untyped_storage(), _STAYS, True)
+    setattr(tensor.untyped_storage(), STAYS, True)
 
 
 def mark_whole(tensor: torch.Tensor) -> None:
@@ -23,7 +24,7 @@ def mark_whole(tensor: torch.Tensor) -> None:
 
 
 def stays(storage: torch.UntypedStorage) -> bool:
-    return hasattr(storage, _STAYS)
+    return hasattr(storage, STAYS)
 
 
 def moves_whole(storage: torch.UntypedStorage) -> bool:

@@ -18,10 +18,12 @@ from .errors import OffloadRefused, TierFull
 from .module_storages import HeldStorage, held_storages, members
 from .parked import HostCopy, Parked, keep_copy, kept_copy
 from .sizes import format_bytes
-from .tiers import DeviceSlot, DeviceTier, HostSlot, HostTier
+from .tiers import DeviceSlot, HostSlot, HostTier
 from .transfer import TransferEngine
 
 _log = logging.getLogger("tiered_mem.module_phases")
+
+Reserve = Callable[[Sequence[tuple[int, torch.dtype]]], list[HostSlot]]
 
 
 class ModulePhases:
@@ -30,7 +32,7 @@ class ModulePhases:
     What is away is kept by the tensors themselves, and host memory that waits for the next cycle by the storage
     whose bytes it had: either is given back when the memory it is for dies, whoever kept that alive.
 
-    make_room: asked with a number of bytes where the host tier is full; answers whether there may be room by now.
+    reserve: gives slots of the host tier, for which it makes or waits for room. Raises TierFull.
     """
 
     def __init__(
@@ -38,13 +40,12 @@ class ModulePhases:
         device: Device,
         host: HostTier,
         engine: TransferEngine,
-        make_room: Callable[[int], bool],
+        reserve: Reserve,
     ) -> None:
         self._device = device
-        self._memory = DeviceTier(device)
         self._host = host
         self._engine = engine
-        self._make_room = make_room
+        self._reserve = reserve
         self._parked: weakref.WeakSet[Parked] = weakref.WeakSet()
         self._copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
         self._unused: deque[tuple[HostSlot, Event | None]] = deque()
@@ -134,8 +135,7 @@ class ModulePhases:
             if stats.capacity is not None and nbytes > stats.capacity:
                 raise self._full(nbytes)
             for group in groups(missing):
-                wanted = [(each.nbytes, each.dtype) for each in group]
-                new += self._host.reserve(wanted, more_room=self._make_room)
+                new += self._reserve([(each.nbytes, each.dtype) for each in group])
         except BaseException as error:
             for slot in new:
                 self._host.release(slot, None)
@@ -169,7 +169,7 @@ class ModulePhases:
     def _copy(self, moves: Sequence[tuple[HeldStorage, HostCopy]]) -> None:
         if not moves:
             return
-        stream = self._memory.current_stream()
+        stream = self._device.current_stream()
         try:
             for _, copy in moves:
                 if copy.event is not None:
@@ -195,16 +195,17 @@ class ModulePhases:
     def _bring(self, parked: Sequence[Parked]) -> None:
         if not parked:
             return
-        stream = self._memory.current_stream()
+        stream = self._device.current_stream()
         moves: list[tuple[HostSlot, DeviceSlot, None]] = []
         try:
             for each in parked:
-                moves.append((each.copy.slot, self._memory.reserve(each.nbytes, each.dtype, stream), None))
+                host = each.copy.slot
+                moves.append((host, DeviceSlot(self._device.empty(each.nbytes, each.dtype), stream), None))
             tickets = self._engine.reload(moves)
         except BaseException as error:
             if not isinstance(error, torch.OutOfMemoryError):
                 self._engine.synchronize()  # some copies may have been started
-            moves.clear()  # the traceback keeps this frame
+            moves.clear()
             raise
         for each, (_, slot, _), ticket in zip(parked, moves, tickets, strict=True):
             ticket.hold(stream, "reload")

@@ -15,7 +15,7 @@ from .errors import OffloadRefused
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A tensor of a module. parameter: whose gradient it is."""
+    """A tensor of a module. parameter: the parameter whose gradient it is."""
 
     name: str
     tensor: torch.Tensor
@@ -23,9 +23,9 @@ class Member:
 
 
 class HeldStorage:
-    """A storage, and the module's tensors that lie in it: tied ones, or views of one flat buffer.
+    """A storage, and the module's tensors in it: tied ones, or views of one flat buffer.
 
-    carrier: the tensor in whose elements the bytes are counted. What is no whole element of it belongs to none.
+    carrier: the tensor in whose elements the bytes are counted. Trailing bytes short of an element are ignored.
     """
 
     def __init__(self, members: list[Member]) -> None:
@@ -36,11 +36,11 @@ class HeldStorage:
         self.nbytes = self.storage.nbytes() // self.dtype.itemsize * self.dtype.itemsize
 
     def uses(self) -> int:
-        """How often torch holds the storage."""
+        """The number of torch's references to the storage."""
         return int(torch._C._storage_Use_Count(self.storage._cdata))
 
     def flat(self) -> torch.Tensor:
-        """All of it, as a 1-dimensional tensor."""
+        """The whole storage as a 1-dimensional tensor."""
         return self.carrier.detach().as_strided((self.nbytes // self.dtype.itemsize,), (1,), 0)
 
 
@@ -55,7 +55,7 @@ def members(module: torch.nn.Module, *, gradients: bool) -> Iterator[Member]:
 
 
 def held_storages(module: torch.nn.Module, device: Device, *, gradients: bool) -> list[HeldStorage]:
-    """What of the module is on the device now. Raises OffloadRefused where a tensor has to stay there."""
+    """The module's storages that are on the device now. Raises OffloadRefused where a tensor has to stay there."""
     found = [member for member in members(module, gradients=gradients) if _moves(member.tensor, device)]
     present = {id(member.tensor): member for member in found}
     for member in found:
@@ -99,7 +99,7 @@ def _check(member: Member, device: Device) -> None:
 
 
 def _check_uses(held: Iterable[HeldStorage], present: Mapping[int, Member], device: Device) -> None:
-    """Refuses what others use too: its memory would not come free, and they would not see it come back."""
+    """Refuses storages that others use too: their memory would not come free, nor would others see it come back."""
     # What torch counts for an object of ours by itself is found by looking at one.
     alone = HeldStorage([Member("", torch.empty(1, device=device.torch_device))])
     per_storage = alone.uses() - 1
@@ -119,7 +119,7 @@ def _check_uses(held: Iterable[HeldStorage], present: Mapping[int, Member], devi
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How often torch holds the tensor, not counting the node that adds to its gradient."""
+    """The number of torch's references to the tensor, without the node that adds to its gradient."""
     if not tensor.requires_grad or tensor.is_inference():
         return int(tensor._use_count())  # type: ignore[attr-defined]
     # The node may live or not, and it holds the tensor once. Here it lives.

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import Node
 
 from .device import Device
-from .marks import stays
+from .marks import STAYS, stays
 from .parts import plain_tensors
 from .stayed import Reason, Stayed
 
@@ -35,7 +35,7 @@ class Movable:
         self.stayed = stayed
         self._torch_device = device.torch_device
         self._layers = [list(layer.modules()) for layer in layers]
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
         self._min_elements = min_elements
         self._known: tuple[object, ...] | None = None
         self._weights: frozenset[int] = frozenset()
@@ -61,23 +61,46 @@ class Movable:
         return (
             tensor.layout is torch.strided
             and not tensor.is_nested
-            and tensor.nbytes >= self._min_bytes
+            and tensor.nbytes >= self.min_bytes
             and tensor.numel() >= self._min_elements
             and tensor.device == self._torch_device
             and not _is_functorch_wrapped(tensor)
         )
 
-    def moves(self, tensor: torch.Tensor, storage: torch.UntypedStorage, weights: frozenset[int]) -> bool:
-        """Whether a large plain tensor may move."""
-        return (
-            storage._cdata not in weights
-            and not tensor.is_quantized
-            and storage.nbytes() >= self._min_bytes  # a broadcast tensor is large, and its storage is not
-            and not stays(storage)
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and not _is_weight(tensor)
-        )
+    def moves(self, tensor: torch.Tensor, weights: frozenset[int]) -> bool:
+        """Whether a plain tensor may move. Counts those that stay, but for weights.
+
+        weights: the storages of those that are known.
+        """
+        if (
+            tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.nbytes >= self.min_bytes
+            and tensor.numel() >= self._min_elements
+            and tensor.device == self._torch_device
+            and not _is_functorch_wrapped(tensor)
+        ):
+            storage = tensor.untyped_storage()
+            if storage._cdata in weights:
+                return False
+            if (
+                not tensor.is_quantized
+                and storage.nbytes() >= self.min_bytes  # a broadcast tensor is large, and its storage is not
+                and not hasattr(storage, STAYS)
+                and not tensor.is_conj()
+                and not tensor.is_neg()
+            ):
+                base = tensor if tensor._base is None else tensor._base
+                node = base.grad_fn
+                if node is None:
+                    # isinstance() alone would call a Python function, Parameter's metaclass has one.
+                    weight = type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter)
+                else:
+                    weight = node.name() == _CAST and _casts_weight(node)
+                if not weight:
+                    return True
+        self.note_stay(tensor)
+        return False
 
     def note_stay(self, tensor: torch.Tensor) -> None:
         """Counts a tensor that is not `large`, or does not `moves`. Weights are nobody's to move."""
@@ -123,15 +146,17 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     node = base.grad_fn
     if node is None:
         return isinstance(base, torch.nn.Parameter)
-    return _casts_weight(node) and _in_autocast()
+    return node.name() == _CAST and _casts_weight(node)
 
 
-def _casts_weight(node: Node) -> bool:
+# Autograd's name for a tensor that autocast, or a `to`, has made in another type.
+_CAST = "ToCopyBackward0"
+
+
+def _casts_weight(cast: Node) -> bool:
     """Autocast keeps the low-precision copies of weights until it is left: to move one frees nothing."""
-    if node.name() != "ToCopyBackward0":
-        return False
-    source = node.next_functions[0][0]
-    return isinstance(getattr(source, "variable", None), torch.nn.Parameter)
+    source = cast.next_functions[0][0]
+    return isinstance(getattr(source, "variable", None), torch.nn.Parameter) and _in_autocast()
 
 
 def _in_autocast() -> bool:

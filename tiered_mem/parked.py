@@ -1,4 +1,4 @@
-"""Storages that are away, and the host memory that has their bytes."""
+"""Storages that are away, and the host memory that holds their bytes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Parked:
     """One storage that is away. Its tensors keep it, and not the other way round.
 
     marks: the attributes of the storage.
-    owner: what is kept alive meanwhile.
-    parameter: whose gradient it is, or None.
+    owner: kept alive meanwhile.
+    parameter: gives the parameter whose gradient it is, or None.
     orphaned: its manager was closed, and there was no room on the device.
     """
 
@@ -47,7 +47,7 @@ class Parked:
         return "call manager.reload(module) before it is used"
 
     def restore(self, flat: torch.Tensor) -> None:
-        """Makes its tensors views of new device memory."""
+        """Makes its tensors views of new device memory, all of which `flat` covers."""
         vars(flat.untyped_storage()).update(self.marks)
         for reference in self.tensors:
             tensor = reference()
@@ -59,7 +59,7 @@ class Parked:
 class HostCopy:
     """Host memory for the bytes of one storage, from one cycle to the next.
 
-    unused: where its slot goes when nobody can want it any more.
+    unused: the list that takes its slot when nobody can want it any more.
     event: the end of a copy that reads it.
     """
 
@@ -79,12 +79,12 @@ class HostCopy:
 
 
 def kept_copy(held: HeldStorage) -> HostCopy | None:
-    """The host memory that waits for a storage's next cycle, or for that of a gradient in its place."""
+    """The host memory that waits for a storage's next cycle, or for a gradient in its place."""
     return _kept_copies(held).get(_place(held))
 
 
 def keep_copy(held: HeldStorage, copy: HostCopy) -> None:
-    """Has this host memory wait for the next cycle."""
+    """Makes this host memory wait for the storage's next cycle."""
     _kept_copies(held)[_place(held)] = copy
 
 
@@ -102,7 +102,7 @@ def _kept_copies(held: HeldStorage) -> dict[int, HostCopy]:
 
 
 def _place(held: HeldStorage) -> int:
-    """Under which number the host memory waits: -1 is the storage's own, others are where a parameter begins."""
+    """The key under which the host memory waits: -1 is the storage's own, others are a parameter's offset."""
     parameter = held.members[0].parameter
     if parameter is None:
         return -1

@@ -12,10 +12,10 @@ Rebuild = Callable[[Parts], torch.Tensor]
 
 
 class Apart(NamedTuple):
-    """The tensors that a wrapper consists of, and what makes such a wrapper of them again.
+    """The tensors that a wrapper consists of, and a function that makes such a wrapper of them again.
 
-    handle: a second handle of the wrapper, without its parts. In-place changes of the wrapper are counted there,
-        and not in the parts. None where the type keeps no such count.
+    handle: a second handle of the wrapper, without its parts. It counts the wrapper's in-place changes, which the
+        parts do not. None where the type keeps no such count.
     """
 
     parts: Parts
@@ -24,7 +24,7 @@ class Apart(NamedTuple):
 
 
 def take_apart(tensor: torch.Tensor) -> Apart | None:
-    """What a wrapper consists of; None for other types, and for a wrapper whose parts cannot be taken out of it.
+    """A wrapper's parts; None for other types, and for a wrapper whose parts cannot be taken out.
 
     Known are Transformer Engine's protocol (prepare_for_saving and restore_from_saved) and PyTorch's
     (__tensor_flatten__ and __tensor_unflatten__). The wrapper itself is left as it is.
@@ -41,7 +41,7 @@ def take_apart(tensor: torch.Tensor) -> Apart | None:
 def plain_tensors(thing: Any) -> Iterator[torch.Tensor]:
     """The plain tensors that a tensor, or a storage class of Transformer Engine's, consists of; itself if plain.
 
-    None has none. Raises TypeError for anything else.
+    Empty for None. Raises TypeError for anything else.
     """
     parts: Parts
     if thing is None:

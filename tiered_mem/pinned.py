@@ -1,4 +1,4 @@
-"""Where the host tier's memory comes from: decided once, by asking torch what it recognises as pinned."""
+"""Chooses the source of the host tier's memory, once, by asking torch what it recognises as pinned."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: 
 
     pin: True is memory that torch recognises as pinned; "try" is the same, and plain pages where there is none,
         with a warning; False is plain pages; the name of a source is that source, whatever torch makes of it.
-    preallocate: take all of the capacity now. Where there is less, what there is will do, with a warning.
+    preallocate: take all of the capacity now. Where there is less, the pool gets less, with a warning.
 
     Raises PinningFailed.
     """

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
 from .block import Block
 from .errors import PolicyError
-from .policies import Action, Dropped, Event, Fetch, HostPressure, Offload, Policy, Release, Reload, Spill
+from .policies import Action, Dropped, Event, Fetch, HostPressure, Offload, Policy, Release, Reload, Saved, Spill
 from .store import BlockStore
+
+# Saved and dropped blocks are told together, when so many bytes of them have come.
+_GATHERED_BYTES = 64 << 20
 
 
 class PolicyActions:
-    """Does what a policy advises. One thread at a time."""
+    """Does what a policy advises. One thread at a time.
+
+    saver: the graph and the layer that blocks are saved by now.
+    enough: so many bytes of blocks, saved or ended, the policy is told of before the next event.
+    """
 
     def __init__(self, policy: Policy, store: BlockStore) -> None:
         self._policy = policy
@@ -27,37 +33,38 @@ class PolicyActions:
             Spill: store.spill,
             Fetch: store.fetch,
         }
-        self._ended: deque[Block] = deque()
+        self.enough = min(_GATHERED_BYTES, getattr(policy, "gather_bytes", _GATHERED_BYTES))
+        self.saver = (0, 0)
 
     def tell(self, event: Event) -> None:
         """Tells the policy, and does what it answers."""
+        self.tell_news()
         self.act(self._policy.decide(event))
 
-    def let_go(self, block: Block) -> None:
-        """One saved tensor less needs the block. The policy is told of its end by `go_on`.
+    def saves_come_from(self, graph: int, layer: int) -> None:
+        """Another layer is about to save blocks."""
+        self.tell_news()
+        self.saver = graph, layer
 
-        This may be called within a `__del__`, which is no place to start copies, nor for a policy to raise.
-        """
-        if self._store.let_go(block):
-            self._ended.append(block)
-
-    def go_on(self) -> None:
-        """Tells the policy of the blocks that have ended."""
-        if self._ended:
-            actions: list[Action] = []
-            while self._ended:
-                actions += checked(self._policy, self._policy.decide(Dropped(self._ended.popleft().key)))
-            self.act(actions)
+    def tell_news(self) -> None:
+        """Tells the policy of the blocks that were saved and that have ended since it last heard of any."""
+        if self._store.saved:
+            self.act(self._policy.decide(Saved(*self.saver, self._store.take_saved())))
+        if self._store.ended:
+            self.act(self._policy.decide(Dropped(self._store.take_ended())))
 
     def act(self, answer: Iterable[Action]) -> None:
         """Does what a policy has answered, or could have. Raises PolicyError before anything is done."""
         if not answer:
             return
+        find = self._store.find
         for kind, group in itertools.groupby(checked(self._policy, answer), type):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
-            keys = dict.fromkeys(action.key for action in group)
-            blocks = [block for key in keys if (block := self._store.find(key)) is not None]
-            self._do[kind](blocks)
+            keys = dict.fromkeys([action.key for action in group])
+            self._do[kind]([block for block in map(find, keys) if block is not None])
+
+
+_KINDS = (Offload, Release, Reload, Spill, Fetch)
 
 
 def checked(policy: Policy, answer: object) -> list[Action]:
@@ -69,9 +76,9 @@ def checked(policy: Policy, answer: object) -> list[Action]:
         raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
     actions = list(answer)
     for action in actions:
-        if not isinstance(action, Action):
+        if not isinstance(action, _KINDS):
             raise PolicyError(f"{name} answered {action!r}, which is not an action")
-        if not isinstance(action.key, Integral):
+        if type(action.key) is not int and not isinstance(action.key, Integral):
             raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")
     return actions
 

@@ -1,4 +1,4 @@
-"""Finds the layers of a model that does not say which they are."""
+"""Finds the layers of a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The model's layers: the modules of one of its ModuleLists, or of a Sequential whose modules have one type.
 
-    Of several the one with the most parameters is taken; lists inside a layer do not count. Raises ValueError where
-    there is none of at least two modules.
+    Of several the one with the most parameters counts; lists inside a layer do not. Raises ValueError where none
+    has two modules or more.
     """
     runs = list(_runs(model))
     if not runs:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .activations import Activations
 from .block import Block, Origin, View, origin_of
 from .errors import changed_tensor
 from .interrupts import uninterrupted
 from .parts import Apart
 
-if TYPE_CHECKING:
-    from .activations import Activations
-
 
 class SavedTensor:
     """A tensor in a block that the manager moves. It needs the block for as long as it lives."""
 
-    __slots__ = ("_activations", "_block", "_view", "layer")
+    __slots__ = ("_activations", "block", "layer", "view")
 
     def __init__(self, activations: Activations, block: Block, view: View, layer: int) -> None:
         self._activations = activations
-        self._block = block
-        self._view = view
+        self.block = block
+        self.view = view
         self.layer: int | None = layer
 
     def load(self) -> torch.Tensor:
@@ -32,11 +30,12 @@ class SavedTensor:
 
         Raises ChangedTensor, which hooks keep autograd from seeing, or Closed.
         """
-        return self._activations.load(self._block, self._view)
+        return self._activations.load(self.block, self.view)
 
     @uninterrupted
     def __del__(self) -> None:
-        self._activations.let_go(self._block)
+        self._activations.dropped.append(self.block)
+        self._activations.bury()
 
 
 class KeptTensor(NamedTuple):
@@ -113,5 +112,7 @@ def keep(tensor: torch.Tensor, layer: int | None) -> KeptTensor:
 
     One that is not a leaf is kept detached: an operation that saves its own output would otherwise own itself.
     """
-    kept = tensor if tensor.is_leaf else tensor.detach()
-    return KeptTensor(kept, tensor._version, origin_of(tensor), layer)
+    node = tensor.grad_fn
+    if node is None:
+        return tuple.__new__(KeptTensor, (tensor, tensor._version, None, layer))
+    return tuple.__new__(KeptTensor, (tensor.detach(), tensor._version, (node.name(), tensor.output_nr), layer))

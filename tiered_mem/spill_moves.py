@@ -5,27 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .block import Block
+from .block import Block, Move, Shared
 from .spill.disk_record import Record
 from .spill.io_queue import Job
 from .tiers import HostSlot, Lease
 from .transfer import Ticket
-
-
-@dataclass(slots=True, eq=False)
-class Shared:
-    """A record, and how many blocks and reads need it."""
-
-    record: Record
-    users: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Stored:
-    """Where a block is on disk: in which record, and which piece of it."""
-
-    shared: Shared
-    index: int
 
 
 class Member(NamedTuple):
@@ -37,7 +21,7 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Write:
+class Write(Move):
     """Blocks that go into one record, once the copies to the host have ended that fill their slots."""
 
     members: list[Member]
@@ -47,7 +31,7 @@ class Write:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class Read(Move):
     """Blocks that come back from one record."""
 
     members: list[Member]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
 
-from .block import Block, Place, groups
+from .block import Block, Place, Shared, Stored, groups
 from .errors import TierFull
 from .spill.disk_tier import DiskTier
 from .spill.record_io import Piece
-from .spill_moves import Member, Read, Shared, Stored, Write
+from .spill_moves import Member, Read, Write
 from .stats import Counters
 from .tiers import HostSlot, HostTier
 
@@ -95,20 +95,12 @@ class Spiller:
                 nbytes -= block.nbytes
         self.spill(again)
 
-    def fetch(self, blocks: Sequence[Block], more_room: Callable[[int], bool] | None = None) -> None:
+    def fetch(self, blocks: Sequence[Block]) -> None:
         """Begins to read those of the blocks that are on disk. Raises TierFull where the host has no room."""
         resting = [block for block in blocks if block.place is Place.DISK and block.move is None]
         for _, group in groupby(resting, key=lambda block: id(block.stored and block.stored.shared)):
             together = list(group)
-            self._read(together, self._host.reserve(_sizes(together), more_room=more_room))
-
-    def fetch_anyhow(self, block: Block, more_room: Callable[[int], bool]) -> None:
-        """Begins to read a block that is needed now: if there is no other way, into memory beyond the limit."""
-        try:
-            self.fetch([block], more_room)
-        except TierFull:
-            self._counters.overflowed += 1
-            self._read([block], self._host.overflow(_sizes([block])))
+            self.read(together, self._host.reserve([(block.nbytes, block.dtype) for block in together]))
 
     def drop_clean(self, nbytes: int) -> bool:
         """Takes blocks from the host that were read early, the last one first, until so many bytes are free.
@@ -216,7 +208,8 @@ class Spiller:
         if shared is not None and shared.users == 0:
             self._disk.release(shared.record)
 
-    def _read(self, blocks: Sequence[Block], slots: Sequence[HostSlot]) -> None:
+    def read(self, blocks: Sequence[Block], slots: Sequence[HostSlot]) -> None:
+        """Begins to read blocks of one record, which nothing moves, into these slots."""
         wanted, members, shared = [], [], None
         for block, slot in zip(blocks, slots, strict=True):
             if block.stored is None:
@@ -266,10 +259,6 @@ class Spiller:
         shared.users -= 1
         if shared.users == 0:
             self._disk.release(shared.record)
-
-
-def _sizes(blocks: Sequence[Block]) -> list[tuple[int, torch.dtype]]:
-    return [(block.nbytes, block.dtype) for block in blocks]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,9 +1,8 @@
-"""What layers save for backward and what of it stays on the device, by reason."""
+"""Counts the tensors that layers save for backward and that stay on the device, by reason."""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from typing import Literal, get_args
 
 from .sizes import format_bytes
@@ -26,30 +25,37 @@ _WORDS: dict[Reason, str] = {
 
 
 class Stayed:
-    """Counts for one context what its forwards save and what of that stays, and says once where that is the most.
+    """Counts the bytes that one context's forwards save and that stay, and says once where most of them stay.
 
-    totals: those of the manager, by reason; counted in as well.
+    totals: those of the manager, by reason, to which each forward adds its own when it ends.
     silent: it says nothing, as the user moves all by hand.
     """
 
     def __init__(self, totals: dict[Reason, Moved], *, silent: bool = False) -> None:
         self._totals = totals
         self._said = silent
-        self._bytes: dict[Reason, int] = defaultdict(int)
+        self._now: dict[Reason, Moved] = {reason: Moved() for reason in REASONS}
+
+    def of(self, reason: Reason) -> Moved:
+        """What stays in this forward for the reason. Whoever has many tensors to count counts them there."""
+        return self._now[reason]
 
     def add(self, reason: Reason, nbytes: int) -> None:
         """A tensor stays."""
-        self._bytes[reason] += nbytes
-        self._totals[reason].add(nbytes)
+        self._now[reason].add(nbytes)
 
     def take_back(self, reason: Reason, nbytes: int) -> None:
         """One that was added moves after all."""
-        self._bytes[reason] -= nbytes
-        self._totals[reason].take_back(nbytes)
+        self._now[reason].take_back(nbytes)
 
     def forward_ends(self, moved: int | None) -> None:
         """moved: how many bytes of what it has saved have left, or are leaving; None if it was broken off."""
-        stayed, self._bytes = self._bytes, defaultdict(int)
+        stayed: dict[Reason, int] = {}
+        for reason, now in self._now.items():
+            stayed[reason] = now.nbytes
+            self._totals[reason].count += now.count
+            self._totals[reason].nbytes += now.nbytes
+            now.count = now.nbytes = 0
         if moved is None:
             return
         saved = moved + sum(stayed.values())

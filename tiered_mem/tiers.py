@@ -1,17 +1,16 @@
-"""The tiers that blocks live in: device memory and pinned host memory."""
+"""Host memory in slots, and how copies name the memory that they read and write."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from .allocators import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region, round_up
+from .allocators import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
 from .device import Device, Event, Stream
 from .errors import DeviceFailed, TierFull
 
@@ -51,46 +50,10 @@ class Lease:
     users: int
 
 
-class _Returning(NamedTuple):
-    """A slot that is free when an event has passed, and the step in which it was given back."""
-
-    slot: HostSlot
-    event: Event
-    step: int
-
-
 def bytes_of(region: Region) -> torch.Tensor:
     """The region as a 1-dimensional uint8 tensor. It does not keep the region alive."""
     with torch.inference_mode(False):  # later copies to it may be made outside of the mode
         return torch.frombuffer((ctypes.c_char * region.nbytes).from_address(region.ptr), dtype=torch.uint8)
-
-
-class DeviceTier:
-    """The memory of the device. It belongs to torch's caching allocator, which gives and takes."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def current_stream(self) -> Stream:
-        """The stream on which the caller's thread uses the device's memory now."""
-        return self._device.current_stream()
-
-    def plain_layout(self, tensor: torch.Tensor) -> bool:
-        """Whether the bytes are the elements and nothing else. Such memory alone can be copied as bytes."""
-        return self._device.plain_layout(tensor)
-
-    def adopt(self, tensor: torch.Tensor) -> DeviceSlot:
-        """A slot over a tensor that is on the device already."""
-        return DeviceSlot(tensor, self._device.current_stream())
-
-    def reserve(self, nbytes: int, dtype: torch.dtype, stream: Stream) -> DeviceSlot:
-        """New device bytes. `stream` is the current one, to whose pool they go back.
-
-        Raises torch.OutOfMemoryError.
-        """
-        with torch.inference_mode(False):  # backward needs a tensor with a version, whoever asks for it
-            flat = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=self._device.torch_device)
-        return DeviceSlot(flat, stream)
 
 
 class HostTier:
@@ -112,34 +75,36 @@ class HostTier:
         self._device = device
         self._owned = owned
         self._slabs: dict[int, _Slab] = {}
-        self._returning: deque[_Returning] = deque()
+        # Each with the event that it is free at, and the step in which it was given back.
+        self._returning: deque[tuple[HostSlot, Event, int]] = deque()
         self._leases: set[Lease] = set()
         self._slots = 0
 
-    def reserve(
-        self, wanted: Sequence[tuple[int, torch.dtype]], *, more_room: Callable[[int], bool] | None = None
-    ) -> list[HostSlot]:
+    def reserve(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         """A slot for each of a number of bytes, next to each other: memory that is free again when all are back.
-
-        more_room: called with the bytes that are missing, as long as it returns that there may be room by now.
 
         Raises TierFull.
         """
-        self.collect()
-        nbytes = sum(map(round_up, (size for size, _ in wanted)))
-        while True:
-            try:
-                region = self._pool.allocate(nbytes)
-                break
-            except OutOfHostMemory as error:
-                never = error.limit is not None and error.needed > error.limit
-                if never or more_room is None or not more_room(nbytes):
-                    raise self._full(error) from error
-        return self._slots_in(region, self._slab_of(region), wanted)
+        try:
+            return self._allocate(wanted)
+        except OutOfHostMemory as error:
+            raise self._full(error) from error
+
+    def find(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot] | None:
+        """As `reserve`; None where there is no room now."""
+        try:
+            return self._allocate(wanted)
+        except OutOfHostMemory:
+            return None
+
+    def can_hold(self, nbytes: int) -> bool:
+        """Whether so many bytes fit when nothing else is there."""
+        capacity = self._pool.stats().capacity
+        return capacity is None or nbytes <= capacity
 
     def overflow(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         """Slots beyond the tier's limit, in memory that is not pinned: for bytes that are needed now."""
-        nbytes = sum(map(round_up, (size for size, _ in wanted)))
+        nbytes = _room_for(wanted)
         with torch.inference_mode(False):
             memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
         start = -memory.data_ptr() % ALIGNMENT
@@ -170,7 +135,7 @@ class HostTier:
     def overdue(self) -> bool:
         """Whether a slot is still on its way back that was given back too many steps ago. Does not wait."""
         self.collect()
-        return bool(self._returning) and self._returning[0].step <= self._step - self._steps_in_flight
+        return bool(self._returning) and self._returning[0][2] <= self._step - self._steps_in_flight
 
     @property
     def waits(self) -> bool:
@@ -181,7 +146,7 @@ class HostTier:
         """Waits for the copy that has kept a slot the longest. False if there is none. Raises DeviceFailed."""
         if not self._returning:
             return False
-        self._device.wait_for(self._returning[0].event)
+        self._device.wait_for(self._returning[0][1])
         self.collect()
         return True
 
@@ -190,7 +155,11 @@ class HostTier:
         if event is None:
             self._free(slot)
         else:
-            self._returning.append(_Returning(slot, event, self._step))
+            self._returning.append((slot, event, self._step))
+
+    def release_all(self, slots: Iterable[HostSlot], event: Event) -> None:
+        """Gives slots back that one copy was the last to use."""
+        self._returning.extend([(slot, event, self._step) for slot in slots])
 
     def collect(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
@@ -201,7 +170,13 @@ class HostTier:
                 return
             passed = event
             self._returning.popleft()
-            self._free(slot)
+            # As _free() does, without a call for each of the slots that share a lease.
+            lease = slot.lease
+            if lease in self._leases and lease.users > 1:
+                lease.users -= 1
+                self._slots -= 1
+            else:
+                self._free(slot)
 
     @property
     def slots(self) -> int:
@@ -237,6 +212,11 @@ class HostTier:
         self._slots = 0
         self.close()
 
+    def _allocate(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
+        self.collect()
+        region = self._pool.allocate(_room_for(wanted))
+        return self._slots_in(region, self._slab_of(region), wanted)
+
     def _free(self, slot: HostSlot) -> None:
         if slot.lease in self._leases:
             self._slots -= 1
@@ -248,10 +228,13 @@ class HostTier:
         self._slots += len(wanted)
         slots = []
         start = region.ptr - slab.region.ptr
+        last, elements = torch.uint8, slab.elements(torch.uint8)
         for nbytes, dtype in wanted:
+            if dtype is not last:
+                last, elements = dtype, slab.elements(dtype)
             first = start // dtype.itemsize
-            slots.append(HostSlot(slab.elements(dtype)[first : first + nbytes // dtype.itemsize], lease))
-            start += round_up(nbytes)
+            slots.append(HostSlot(elements[first : first + nbytes // dtype.itemsize], lease))
+            start += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return slots
 
     def _slab_of(self, region: Region) -> _Slab:
@@ -273,6 +256,11 @@ class HostTier:
             limit=limit,
             advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
         )
+
+
+def _room_for(wanted: Sequence[tuple[int, torch.dtype]]) -> int:
+    """The bytes of slots next to each other, each in whole units of the pool's."""
+    return sum([-(-size // ALIGNMENT) for size, _ in wanted]) * ALIGNMENT
 
 
 class _Slab:

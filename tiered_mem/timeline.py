@@ -1,4 +1,4 @@
-"""The records of a trace, and how they look in Chrome's trace event format."""
+"""The records of a trace, and their form in Chrome's trace event format."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Wait(Record):
 
     @property
     def stall(self) -> float:
-        """How long it really waits, in seconds."""
+        """The seconds that the stream really waits."""
         return max(0.0, self.copy.times[-1] - self.times[0])
 
 
@@ -92,10 +92,10 @@ def layer_name(layer: int | None, backward: bool) -> str:
 
 
 def chrome_trace(process: str, records: Iterable[Record], dropped: int = 0) -> dict[str, Any]:
-    """A JSON object for Perfetto. The records are in the order in which each stream came to them; of files in any.
+    """A JSON object for Perfetto. The records of each stream are in its order; those of files are in any.
 
-    dropped: how many older ones there were. A span needs all of its records, so that the first may be missing.
-    The counter "saved bytes" is what layers saved whose backward has not begun.
+    dropped: the number of older records. A span needs all of its records, so that the first one may be missing.
+    The counter "saved bytes" shows the bytes of layers whose backward has not begun.
     """
     chart = _Chart(process)
     for record in records:
@@ -108,7 +108,7 @@ def chrome_trace(process: str, records: Iterable[Record], dropped: int = 0) -> d
 class _Chart:
     """Each track shows one thing after the other. A second compute stream has tracks of its own.
 
-    So have files that are read or written while others are.
+    So have files that are read or written at the same time as others.
     """
 
     def __init__(self, process: str) -> None:
@@ -156,7 +156,7 @@ class _Chart:
             )
 
     def _free_tid(self, track: str, now: float) -> int:
-        """Of the first such track on which nothing goes on."""
+        """The number of the first free track of this kind."""
         names = (track if number == 1 else f"{track}, {number}" for number in itertools.count(1))
         return next(tid for tid in map(self._tid, names) if self._ends[tid] <= _microseconds(now))
 

@@ -25,7 +25,7 @@ from .sizes import format_bytes
 class TorchPinnedMemory(DirectMemory[torch.Tensor]):
     """A `HostMemory` from torch's own pinned allocator, which rounds every request up to a power of two.
 
-    For stacks on which torch does not recognise memory pinned by others. What is given back stays with
+    For stacks on which torch does not recognise memory pinned by others. Memory that is given back stays with
     torch, for its next request of that size.
     """
 
@@ -40,14 +40,14 @@ class TorchPinnedMemory(DirectMemory[torch.Tensor]):
         return round_up(tensor.data_ptr()), tensor
 
     def _give_back(self, region: Region, held: torch.Tensor) -> None:
-        """It goes when nothing refers to the tensor any more."""
+        """The memory is free when nothing refers to the tensor any more."""
 
 
 class NpurtRegistrar:
     """A `Registrar` that makes memory known to Ascend's runtime through torch_npu.
 
-    npurt: torch.npu.npurt(), which is the default. Raises RuntimeError if torch_npu is not loaded, or is
-        too old to have it, and OSError if Ascend's runtime is not found.
+    npurt: torch.npu.npurt() by default. Raises RuntimeError if torch_npu is not loaded or is too old to have it,
+        and OSError if Ascend's runtime is not found.
     """
 
     def __init__(self, npurt: Any = None) -> None:
@@ -70,8 +70,8 @@ class NpurtRegistrar:
 class CudartRegistrar:
     """A `Registrar` that makes memory known to the CUDA runtime through torch, which may have it built in.
 
-    cudart: torch.cuda.cudart(), which is the default. Raises RuntimeError if torch has no CUDA.
-    forget: drops the error that CUDA remembers of a failed call.
+    cudart: torch.cuda.cudart() by default. Raises RuntimeError if torch has no CUDA.
+    forget: drops the error that CUDA remembers from a failed call.
     """
 
     def __init__(self, cudart: Any = None, forget: Callable[[], None] | None = None) -> None:

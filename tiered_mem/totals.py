@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Moved:
-    """So many things, and their bytes, since the manager was made."""
+    """A number of things and their bytes, since the manager was made."""
 
     count: int = 0
     nbytes: int = 0
@@ -17,6 +17,6 @@ class Moved:
         self.nbytes += nbytes
 
     def take_back(self, nbytes: int) -> None:
-        """One that was added counts no more."""
+        """Takes out one that was added."""
         self.count -= 1
         self.nbytes -= nbytes

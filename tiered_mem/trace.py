@@ -1,4 +1,4 @@
-"""What happened when, in the device's own time."""
+"""Records what happens when, in the device's own time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from .device import Device, Event, Stream
-from .figures import Copies, Figures, Files, Stall
+from .figures import Figures, Stall, Total
 from .spill.disk_record import Operation, OperationKind
 from .timeline import (
     Copy,
@@ -34,15 +34,15 @@ _REBASE_SECONDS = 1.0
 class Trace:
     """Layers, saves, copies and waits, timed by events on the streams, and the disk tier's reads and writes.
 
-    One thread at a time, but for `file_moved`.
+    One thread at a time may call it, except `file_moved`.
 
-    Recording does not wait for the device: an event's time is read when it has come to pass. `figures` and `export`
-    wait for all that was recorded. On the cpu a copy has ended when it is issued, so that nothing waits for one.
+    Recording does not wait for the device: an event's time is read after it has passed. `figures` and `export` wait
+    for all records. On the cpu a copy has ended when it is issued, so that nothing waits for one.
 
-    limit: how many records are kept for `export`, and as many of files; the oldest go first. `figures` is about all
-        that were ever made. Raises ValueError below 1.
-    pending: how many records may be kept besides that the device has not come to yet. Where it is as far behind as
-        that, recording waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
+    limit: the number of records that are kept for `export`, and of records of files; the oldest go first. `figures`
+        counts all that were ever made. Raises ValueError below 1.
+    pending: the number of records besides that the device may be behind. Where it is farther behind, recording
+        waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
     """
 
     def __init__(self, device: Device, *, limit: int = 100_000, pending: int = 10_000) -> None:
@@ -55,12 +55,12 @@ class Trace:
         self._records = _Kept(limit)
         self._layer: tuple[int | None, bool] = (None, False)
         self._graph = 0
-        self._copied: dict[Direction, _Total] = {"offload": _Total(), "reload": _Total()}
+        self._copied: dict[Direction, Total] = {"offload": Total(), "reload": Total()}
         self._stalls: dict[tuple[str, int | None, bool], float] = defaultdict(float)
-        self._host_waited = _Total()
+        self._host_waited = Total()
         self._files_lock = threading.Lock()
         self._files = _Kept(limit)
-        self._moved: dict[OperationKind, _Total] = {"write": _Total(), "read": _Total()}
+        self._moved: dict[OperationKind, Total] = {"write": Total(), "read": Total()}
         event = device.timed_event(device.current_stream())
         event.synchronize()
         self._host_base = time.perf_counter()
@@ -69,7 +69,7 @@ class Trace:
     # What the manager tells.
 
     def layer_begins(self, graph: int, layer: int, *, backward: bool = False) -> None:
-        """On the caller's current stream. A layer that was still going on there has ended."""
+        """A layer begins on the caller's current stream. A layer that was still going on there has ended."""
         self._layer = (layer, backward)
         self._graph = graph
         stream = self._device.current_stream()
@@ -92,9 +92,9 @@ class Trace:
 
     @contextmanager
     def copying(self, direction: Direction, stream: Stream, nbytes: int, blocks: int) -> Iterator[CopyGroup]:
-        """Copies are issued to `stream` inside. What they need, the stream must have been made to wait for before.
+        """Copies are issued to `stream` inside. The stream must wait for what they need before that.
 
-        nbytes, blocks: of all of them. Nothing is recorded where an exception comes out.
+        nbytes, blocks: of all copies together. Nothing is recorded where an exception comes out.
         """
         group = CopyGroup()
         self._make_room()  # now: an error must not come between the copies and their end
@@ -105,9 +105,9 @@ class Trace:
         self._put(_Pending(copy, base, (begun, group.ended)))
 
     def waits(self, stream: Stream, ended: Event, why: str) -> None:
-        """To be called right before a compute stream is made to wait for the end of a copy group.
+        """Call it right before a compute stream is made to wait for the end of a copy group.
 
-        The wait belongs to the layer that was the last to begin. Events that are no group's end are passed over.
+        The wait belongs to the layer that began last. Events that are no group's end are ignored.
         """
         copy = self._under_way.get(ended)
         if copy is not None:
@@ -123,7 +123,7 @@ class Trace:
             self._keep(HostWait(), (began, time.perf_counter() - self._host_base))
 
     def file_moved(self, operation: Operation) -> None:
-        """A file was read or written. Of any thread."""
+        """A file was read or written. Any thread may call it."""
         record = FileMove(operation.kind, operation.nbytes)
         record.times = (operation.began - self._host_base, operation.ended - self._host_base)
         with self._files_lock:
@@ -135,14 +135,13 @@ class Trace:
     def figures(self) -> Figures:
         self._settle_all()
         with self._files_lock:
-            writes, reads = self._moved["write"].files(), self._moved["read"].files()
+            writes, reads = replace(self._moved["write"]), replace(self._moved["read"])
         stalls = (Stall(*key, seconds) for key, seconds in self._stalls.items())
         return Figures(
-            offload=self._copied["offload"].copies(),
-            reload=self._copied["reload"].copies(),
+            offload=replace(self._copied["offload"]),
+            reload=replace(self._copied["reload"]),
             stalls=tuple(sorted(stalls, key=lambda stall: stall.seconds, reverse=True)),
-            host_waits=self._host_waited.count,
-            host_seconds=self._host_waited.seconds,
+            host_waits=replace(self._host_waited),
             writes=writes,
             reads=reads,
         )
@@ -206,7 +205,7 @@ class CopyGroup:
 
 
 class _Kept:
-    """The last records. dropped: how many there were before them."""
+    """The last records. dropped: the number of older ones."""
 
     def __init__(self, limit: int) -> None:
         self.last: deque[Record] = deque(maxlen=limit)
@@ -217,37 +216,16 @@ class _Kept:
         self.last.append(record)
 
 
-@dataclass(slots=True)
-class _Total:
-    count: int = 0
-    seconds: float = 0.0
-    nbytes: int = 0
-    blocks: int = 0
-    stalled: float = 0.0
-
-    def add(self, seconds: float, nbytes: int = 0, blocks: int = 0) -> None:
-        self.count += 1
-        self.seconds += seconds
-        self.nbytes += nbytes
-        self.blocks += blocks
-
-    def copies(self) -> Copies:
-        return Copies(self.nbytes, self.blocks, self.count, self.seconds, self.stalled)
-
-    def files(self) -> Files:
-        return Files(self.nbytes, self.count, self.seconds)
-
-
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """An event that came to pass `at` seconds after the trace began."""
+    """An event that passed `at` seconds after the trace began."""
 
     event: Event
     at: float
 
 
 class _Pending(NamedTuple):
-    """A record whose events may not have come to pass yet, and what their time is to be measured from."""
+    """A record whose events may not have passed yet, and the base of their times."""
 
     record: Record
     base: _Base

@@ -11,7 +11,7 @@ from .turn import Turn
 
 
 class TracedLayers:
-    """Hears of the events that a policy hears of, in turn, and tells the trace of those that are about layers."""
+    """Gets the events that a policy gets, in their order, and tells the trace of those about layers."""
 
     def __init__(self, trace: Trace, turn: Turn) -> None:
         self._trace = trace

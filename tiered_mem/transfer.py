@@ -34,7 +34,7 @@ class TransferEngine:
 
         One ticket stands for all: what leaves together is released together.
         """
-        _wait_for_work(self._to_host, (source for source, _ in moves))
+        _wait_for_work(self._to_host, [source for source, _ in moves])
         with self._device.on(self._to_host):
             return self._copy("offload", self._to_host, [(to.tensor, of.tensor) for of, to in moves])
 
@@ -47,13 +47,13 @@ class TransferEngine:
         """
         if not moves:
             return []
-        _wait_for_work(self._to_device, (destination for _, destination, _ in moves))
+        _wait_for_work(self._to_device, [destination for _, destination, _ in moves])
         tickets: list[Ticket] = []
         with self._device.on(self._to_device):
             for group in _groups(moves):
                 for _, destination, filled in group:
                     # Where the destination's stream has waited for that copy already, so has this one.
-                    if filled is not None and not filled.held_by(destination.stream):
+                    if filled is not None and destination.stream.stream_id not in filled.held:
                         filled.hold(self._to_device)
                 pairs = [(to.tensor, of.tensor) for of, to, _ in group]
                 tickets += [self._copy("reload", self._to_device, pairs)] * len(group)
@@ -87,34 +87,33 @@ class TransferEngine:
 
 
 class Ticket:
-    """Copies that were started and will have ended when `event` has come to pass."""
+    """Copies that were started and will have ended when `event` has come to pass.
 
-    __slots__ = ("_device", "_held", "_trace", "event")
+    held: the numbers of the streams that have been made to wait.
+    """
+
+    __slots__ = ("_device", "_trace", "event", "held")
 
     def __init__(self, event: Event, device: Device, trace: Trace | None = None) -> None:
         self.event = event
         self._device = device
         self._trace = trace
-        self._held: set[int] = set()
+        self.held: set[int] = set()
 
     def wait(self) -> None:
         """Waits on the host. Raises DeviceFailed where the device has dropped the copies."""
         self._device.wait_for(self.event)
-
-    def held_by(self, stream: Stream) -> bool:
-        """Whether `stream` has been made to wait."""
-        return stream.stream_id in self._held
 
     def hold(self, stream: Stream, why: str | None = None) -> None:
         """Makes what `stream` is given from now on wait for the copies. The host does not wait.
 
         why: what a trace is to call the wait, if it is one of computation.
         """
-        if stream.stream_id not in self._held:
+        if stream.stream_id not in self.held:
             if self._trace is not None and why is not None:
                 self._trace.waits(stream, self.event, why)
             stream.wait_event(self.event)
-            self._held.add(stream.stream_id)
+            self.held.add(stream.stream_id)
 
 
 # What arrives together is waited for together: an event for each small tensor would cost more than it could save.

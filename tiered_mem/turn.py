@@ -20,44 +20,51 @@ class Turn:
 
     Whoever takes the turn does so in a function that is `uninterrupted`.
 
-    bury: called for each block on the list, in turn.
-    interrupts: is asked to look for new handlers of signals.
+    let_go: called for each block on the list, in turn.
+    interrupts: is asked to look for new handlers of signals, but by `take`: saved tensors come by thousands.
     """
 
-    def __init__(self, bury: Callable[[Block], None], interrupts: Interrupts) -> None:
-        self._bury = bury
+    def __init__(self, let_go: Callable[[Block], None], interrupts: Interrupts) -> None:
+        self._let_go = let_go
         self._interrupts = interrupts
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self._let_go: deque[Block] = deque()
+        # Blocks that a saved tensor less needs, put here from anywhere, before `bury` is called.
+        self.dropped: deque[Block] = deque()
 
     def __enter__(self) -> None:
         """Raises Reentered for the thread that has the turn, which would wait for itself."""
         self._interrupts.watch()
+        self.take()
+
+    def __exit__(self, *error: object) -> None:
+        self.give()
+
+    def take(self) -> None:
+        """Takes the turn until `give`. Raises Reentered."""
         me = get_ident()
         if self._owner == me:
             raise Reentered("the manager was called by code that it was running itself, such as a policy's")
         self._lock.acquire()
         self._owner = me
 
-    def __exit__(self, *error: object) -> None:
+    def give(self) -> None:
+        """Gives the turn away."""
         self._owner = None
         self._lock.release()
-        if self._let_go:
-            self._bury_all()
+        if self.dropped:
+            self.bury()
 
-    def let_go(self, block: Block) -> None:
-        """One saved tensor less needs the block. May be called from anywhere, from `__del__` too."""
-        self._let_go.append(block)
-        self._bury_all()
+    def bury(self) -> None:
+        """Gives up what was dropped. May be called from anywhere, from `__del__` too.
 
-    def _bury_all(self) -> None:
-        """Whoever finds the lock free does it; who does not leaves it to the lock's holder, who comes here next."""
-        while self._let_go and self._lock.acquire(blocking=False):
+        Whoever finds the lock free does it; who does not leaves it to the lock's holder, who comes here next.
+        """
+        while self.dropped and self._lock.acquire(blocking=False):
             self._owner = get_ident()
             try:
-                while self._let_go:
-                    self._bury(self._let_go.popleft())
+                while self.dropped:
+                    self._let_go(self.dropped.popleft())
             finally:
                 self._owner = None
                 self._lock.release()

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from .block import Block, Place
 from .errors import TierFull
-from .host_room import HostRoom
 from .spill_moves import Read
 from .spiller import Spiller
 from .stats import Counters
-from .tiers import HostTier
+from .tiers import HostSlot, HostTier
 
 
 class WantedBlocks:
     """Reads blocks that are wanted on the device into host memory, as far as that has room, in their order."""
 
-    def __init__(self, host: HostTier, spiller: Spiller, room: HostRoom, counters: Counters) -> None:
+    def __init__(self, host: HostTier, spiller: Spiller, counters: Counters) -> None:
         self._host = host
         self._spiller = spiller
-        self._room = room
         self._counters = counters
         self._blocks: dict[Block, None] = {}
         self._full_at = 0
@@ -67,15 +65,16 @@ class WantedBlocks:
         except TierFull:
             self._full_at = self._host.pool_stats().used
 
-    def bring_up(self, block: Block, make_room: Callable[[int], bool]) -> None:
-        """Reads a block that is needed now, unless it is being read already. Raises what the disk tier found."""
-        if block.move is None:
-            self._spiller.fetch_anyhow(block, make_room)
+    def read(self, block: Block, slots: Sequence[HostSlot]) -> None:
+        """Begins to read a block that is needed now."""
+        self._spiller.read([block], slots)
+
+    def wait_for(self, block: Block) -> None:
+        """Waits until a block that is being read is there. Raises what the disk tier found."""
         read = block.move
         if isinstance(read, Read):
             self._counters.disk_waits += not read.job.done
-            with self._room.waiting():
-                read.job.wait()
+            read.job.wait()
             self._spiller.end_read(read)
             error = read.job.error
             if error is not None:

@@ -157,7 +157,7 @@ def test_the_library_that_is_loaded_already_is_taken(tmp_path: Path) -> None:
         Cudart(tmp_path, name)
     code = """
 import ctypes, sys
-import allocators
+from tiered_mem import allocators
 loaded = ctypes.CDLL(sys.argv[1] + "/libcudart.so.12")
 memory = allocators.CudaPinnedMemory()
 memory.allocate(4096)
@@ -171,7 +171,7 @@ def test_without_one_the_newest_that_is_found_is_loaded(tmp_path: Path) -> None:
     for name in ("libcudart.so.13", "libcudart.so.12"):
         Cudart(tmp_path, name)
     code = """
-import allocators
+from tiered_mem import allocators
 allocators.CudaRegistrar()
 print({line.split()[-1] for line in open("/proc/self/maps") if "libcudart" in line})
 """

@@ -20,11 +20,15 @@ from tests.allocators.mappings import (
     resident_pages,
 )
 from tests.allocators.unprivileged import MAY_LOCK, output_of
-from tests.contracts import check_host_memory
+from tests.contracts import check_host_memory, write_ends
 from tiered_mem.allocators import LockedMemory, PageableMemory
 
 HUGE_PAGE = 2 << 20
 SIZES = (1, 4096, HUGE_PAGE - 1, HUGE_PAGE, 5 * HUGE_PAGE + 4097)
+
+
+def test_contract_of_pageable_memory() -> None:
+    check_host_memory(PageableMemory)
 
 
 def test_contract_of_locked_memory() -> None:
@@ -173,3 +177,23 @@ def _has_huge_pages() -> bool:
             return "[never]" not in file.read()
     except OSError:
         return False
+
+
+def test_memory_begins_as_zeros() -> None:
+    memory = PageableMemory()
+    region = memory.allocate(3 << 20)
+    assert ctypes.string_at(region.ptr, region.nbytes) == bytes(region.nbytes)
+    memory.deallocate(region)
+
+
+def test_deallocating_unmaps() -> None:
+    memory = PageableMemory()
+    regions = [memory.allocate(1 << 20) for _ in range(3)]
+    for region in regions:
+        write_ends(region, 1)
+    assert [is_mapped(region.ptr) for region in regions] == [True, True, True]
+    memory.deallocate(regions[1])
+    assert [is_mapped(region.ptr) for region in regions] == [True, False, True]
+    memory.deallocate(regions[0])
+    memory.deallocate(regions[2])
+    memory.close()

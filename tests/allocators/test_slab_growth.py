@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from tests.allocators.numbered_memory import NumberedMemory
-from tiered_mem.allocators import LimitedMemory, OutOfHostMemory, Region, SlabPool
+from tiered_mem.allocators import OutOfHostMemory, Region, SlabPool
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -39,46 +39,6 @@ def test_a_large_request_gets_a_slab_of_its_own() -> None:
     assert source.live == {pool.slab(region)}
 
 
-def test_a_large_resident_has_a_slab_of_its_own_and_a_small_one_has_not() -> None:
-    source = NumberedMemory()
-    pool = SlabPool(source, slab_bytes=4 * MIB, capacity=16 * MIB)
-    passing = pool.allocate(MIB)
-    large, small = pool.allocate(2 * MIB + 1, resident=True), pool.allocate(2 * MIB, resident=True)
-    assert pool.slab(large) == Region(large.ptr, 2 * MIB + 4096)
-    assert pool.slab(small) == pool.slab(passing)
-    pool.deallocate(large)
-    assert pool.allocate(2 * MIB + 1, resident=True) == large, "its slab is there for the next one of that size"
-    assert pool.stats().source_calls == 2
-
-
-def test_a_gap_of_its_size_is_no_slab_of_a_residents_own() -> None:
-    pool = SlabPool(NumberedMemory(), slab_bytes=4 * MIB)
-    own, passing = pool.allocate(3 * MIB, resident=True), pool.allocate(MIB)
-    assert pool.slab(passing).nbytes == 4 * MIB, "there is a gap of 3 MiB in it"
-    pool.deallocate(own)
-    assert pool.allocate(3 * MIB, resident=True) == own
-    another = pool.allocate(3 * MIB, resident=True)
-    assert pool.slab(another) == another
-    assert pool.stats().source_calls == 3
-
-
-def test_a_large_resident_shares_a_slab_where_there_is_no_capacity_for_its_own() -> None:
-    pool = SlabPool(NumberedMemory(), slab_bytes=4 * MIB, capacity=8 * MIB)
-    pool.preallocate(8 * MIB)
-    large = pool.allocate(3 * MIB, resident=True)
-    assert pool.slab(large).nbytes == 8 * MIB
-    assert pool.stats().source_calls == 1
-
-
-def test_a_large_resident_shares_a_slab_where_the_source_has_none_for_it(caplog: pytest.LogCaptureFixture) -> None:
-    source = NumberedMemory()
-    pool = SlabPool(source, slab_bytes=4 * MIB)
-    pool.preallocate(4 * MIB)
-    source.refuse = OSError("no pages to lock")
-    assert pool.slab(pool.allocate(3 * MIB, resident=True)).nbytes == 4 * MIB
-    assert "a resident region of 3.0 MiB shares a slab with others" in caplog.text
-
-
 def test_preallocated_memory_is_all_there_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tiered_mem.allocators")
     source = NumberedMemory()
@@ -104,7 +64,7 @@ def test_a_capacity_that_is_not_whole_units_can_be_preallocated() -> None:
 
 
 def test_slabs_are_whole_units_where_a_16th_of_one_is_not() -> None:
-    source = LimitedMemory(NumberedMemory(), 26 * 4096 - 1)
+    source = NumberedMemory(26 * 4096 - 1)
     pool = SlabPool(source, slab_bytes=17 * 4096)
     with pytest.raises(OutOfHostMemory):
         pool.preallocate(32 * 4096)
@@ -112,7 +72,7 @@ def test_slabs_are_whole_units_where_a_16th_of_one_is_not() -> None:
 
 
 def test_what_a_source_gives_before_it_runs_dry_is_kept() -> None:
-    source = LimitedMemory(NumberedMemory(), 5 * MIB)
+    source = NumberedMemory(5 * MIB)
     pool = SlabPool(source, slab_bytes=16 * MIB)
     with pytest.raises(OutOfHostMemory, match=r"did not give a slab of 1\.0 MiB"):
         pool.preallocate(16 * MIB)
@@ -284,7 +244,7 @@ def test_an_interrupt_while_the_source_works_leaves_the_pool_usable() -> None:
 
 def test_a_refusal_keeps_nothing_alive(no_gc: None) -> None:
     """Not even where a handler keeps the records of the log, as pytest's does."""
-    pool = SlabPool(LimitedMemory(NumberedMemory(), 5 * MIB), slab_bytes=16 * MIB)
+    pool = SlabPool(NumberedMemory(5 * MIB), slab_bytes=16 * MIB)
     refused = 0
     for attempt in (pool.preallocate, pool.allocate):
         try:

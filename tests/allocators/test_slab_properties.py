@@ -91,23 +91,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.peak = max(self.peak, sum(units(r.nbytes) for r in self.live))
         assert self.pool.stats().source_calls == calls
 
-    @rule(nbytes=st.integers(1, 20 * UNIT))
-    def allocate_a_resident(self, nbytes: int) -> None:
-        wanted = units(nbytes)
-        slabs = set(self.source.live)
-        own = wanted * 2 > self.slab_units and (self.capacity is None or wanted <= self.capacity - self.reserved())
-        try:
-            region = self.pool.allocate(nbytes, resident=True)
-        except OutOfHostMemory:
-            self.failures += 1
-            assert not own
-            return
-        if own:
-            assert self.pool.slab(region) == Region(region.ptr, wanted * UNIT), "not a slab of its own"
-            assert len(self.source.live - slabs) <= 1
-        self.live.append(region)
-        self.peak = max(self.peak, sum(units(r.nbytes) for r in self.live))
-
     @rule(share=st.floats(0, 1))
     def preallocate(self, share: float) -> None:
         nbytes = int((self.capacity or 48) * share) * UNIT

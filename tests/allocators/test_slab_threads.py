@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 from tests.allocators.numbered_memory import NumberedMemory
-from tests.allocators.threads import sum_over_threads
 from tests.contracts import ends_hold, write_ends
 from tiered_mem.allocators import OutOfHostMemory, PageableMemory, Region, SlabPool
 
 MIB = 1 << 20
+
+
+def sum_over_threads(work: Callable[[int], int], count: int) -> int:
+    """The sum of work(0) to work(count - 1), each on a thread of its own. They are interrupted all the time."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(count) as threads:
+            return sum(threads.map(work, range(count)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_threads_that_run_dry_together_grow_the_pool_once() -> None:

@@ -10,7 +10,7 @@ from tests.emulator.launch import run
 MAY_LOCK = 64 << 10
 _GIVE_UP = f"""
 import os, resource
-import allocators
+from tiered_mem import allocators
 from tests.allocators.mappings import mapped_bytes, resident_pages
 resource.setrlimit(resource.RLIMIT_MEMLOCK, ({MAY_LOCK}, {MAY_LOCK}))
 if os.getuid() == 0:

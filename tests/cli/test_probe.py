@@ -90,7 +90,7 @@ def test_what_the_dead_have_left_goes_first(command: Command, tmp_path: Path) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_stays_of_a_probe_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "tiered_mem.cli", "probe", str(tmp_path), *NO_LINK, "--bytes", "2GiB"]
+    command = [sys.executable, "-m", "tiered_mem", "probe", str(tmp_path), *NO_LINK, "--bytes", "2GiB"]
     environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as probe:
         while not has_records(tmp_path):

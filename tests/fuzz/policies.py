@@ -42,11 +42,11 @@ class HostilePolicy:
         """Suits every model."""
 
     def decide(self, event: Event) -> Sequence[Action]:
-        if isinstance(event, Saved) and event.key not in self._known:
-            self._known.append(event.key)
-        elif isinstance(event, Dropped) and event.key in self._known:
-            self._known.remove(event.key)
-            self._dead = [*self._dead[-20:], event.key]
+        if isinstance(event, Saved):
+            self._known += [key for key, _ in event.blocks if key not in self._known]
+        elif isinstance(event, Dropped):
+            self._known = [key for key in self._known if key not in event.keys]
+            self._dead = [*self._dead, *event.keys][-20:]
         if self._rng.random() > self._busy:
             return ()
         answers = [self._any() for _ in range(self._rng.randint(1, 8))]

@@ -15,7 +15,7 @@ from tests.fuzz.part import Part
 from tests.fuzz.processes import Processes
 from tests.fuzz.scenario import SCENARIOS
 from tests.fuzz.verdict import FINDING, RIGHT, Verdict, judge
-from tiered_mem.saved_tensor import SavedTensor
+from tiered_mem.block import Block, View
 from tiered_mem.store import BlockStore
 from tiered_mem.transfer import Ticket, TransferEngine
 
@@ -51,17 +51,17 @@ def test_a_number_is_a_case() -> None:
 
 
 def one_wrong_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SavedTensor.load
+    right = BlockStore.load
 
-    def wrong(saved: SavedTensor) -> torch.Tensor:
-        tensor = right(saved)
+    def wrong(store: BlockStore, block: Block, view: View) -> torch.Tensor:
+        tensor = right(store, block, view)
         if not tensor.is_floating_point() or tensor.numel() < 2:
             return tensor
         changed = tensor.clone(memory_format=torch.contiguous_format)
         changed.view(-1)[1] += 0.5
         return changed
 
-    monkeypatch.setattr(SavedTensor, "load", wrong)
+    monkeypatch.setattr(BlockStore, "load", wrong)
 
 
 def blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:

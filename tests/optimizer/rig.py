@@ -12,9 +12,10 @@ from tests.spill.disks import Clock
 from tests.spill.faulty_files import FaultyFiles
 from tiered_mem.allocators import HostPool, PoolStats, Region, round_up
 from tiered_mem.device import Device
-from tiered_mem.optimizer.disk_residence import DiskResidence, Staging
-from tiered_mem.optimizer.residence import HostResidence, Residence
+from tiered_mem.fixed_slots import FixedSlots
+from tiered_mem.optimizer.residence import Residence
 from tiered_mem.pinned import pool_for
+from tiered_mem.shelf import Shelf, State
 from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.tiers import DeviceSlot, HostSlot, HostTier
 from tiered_mem.transfer import Ticket, TransferEngine
@@ -54,9 +55,9 @@ class GuardedPool:
         self._lock = lock
         self.slab, self.trim, self.stats = pool.slab, pool.trim, pool.stats
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
+    def allocate(self, nbytes: int) -> Region:
         assert self._lock.locked()
-        return self._pool.allocate(nbytes, resident=resident)
+        return self._pool.allocate(nbytes)
 
     def deallocate(self, region: Region) -> None:
         assert self._lock.locked()
@@ -69,8 +70,8 @@ class GuardedPool:
 class Rig:
     """The tiers, an engine, and residences of all kinds, of which nothing may be left at the end.
 
-    host_slots: what the host tier has room for. slots: those of the staging, which is made with the first that
-    needs it.
+    host_slots: what the host tier has room for. slots: those of the shelf before the disk, which is built for the
+    first residence that needs it.
     """
 
     def __init__(
@@ -90,39 +91,57 @@ class Rig:
             folder, capacity=capacity, write_budget=budget, workers=1, files=self.files, clock=self.clock
         )
         self._slots = slots
-        self._staging: Staging | None = None
+        self._shelf: Shelf | None = None
         self._residences: list[Residence] = []
         self._disk_is_closed = False
 
     @property
-    def staging(self) -> Staging:
-        if self._staging is None:
-            self._staging = Staging(self.host, self.disk, self.exclusive, NBYTES, self._slots)
-        return self._staging
+    def shelf(self) -> Shelf:
+        """The one before the disk. It ends with its last residence."""
+        if self._shelf is None or not self._shelf.slots.count:
+            self._shelf = Shelf(self._set_aside(self._slots), self.disk, "optimizer")
+        return self._shelf
 
-    def on_host(self) -> HostResidence:
-        self._residences.append(residence := HostResidence(self.host, self.exclusive, NBYTES))
+    def on_host(self) -> Residence:
+        return self._residence(Shelf(self._set_aside(1), None, "optimizer"))
+
+    def on_disk(self) -> Residence:
+        return self._residence(self.shelf)
+
+    def _residence(self, shelf: Shelf) -> Residence:
+        self._residences.append(residence := Residence(shelf, NBYTES, f"bucket.{len(self._residences)}"))
         return residence
 
-    def on_disk(self) -> DiskResidence:
-        name = f"bucket.{len(self._residences)}"
-        self._residences.append(residence := DiskResidence(self.staging, NBYTES, name))
-        return residence
+    def _set_aside(self, slots: int) -> FixedSlots:
+        return FixedSlots(self.host, self.exclusive, NBYTES, slots, f"{slots} slots are for optimizer states")
 
     def make(self, kind: str) -> Residence:
         return self.on_host() if kind == "host" else self.on_disk()
 
-    def buckets(self, count: int) -> list[DiskResidence]:
+    def buckets(self, count: int) -> list[Residence]:
         """Residences with bytes 0, 1, ... that are on disk."""
         buckets = [self.on_disk() for _ in range(count)]
         for seed, bucket in enumerate(buckets):
             self.fill(bucket, seed)
-        self.staging.settle()
+        self.settle()
         return buckets
 
     def progress(self) -> None:
-        if self._staging is not None:
-            self._staging.progress()
+        if self._shelf is not None:
+            self._shelf.poll()
+
+    def settle(self) -> None:
+        """Waits until every bucket that was left is on disk, or the disk has not taken it."""
+        self.shelf.poll()
+        while self.shelf.wait():
+            pass
+
+    def drain(self) -> None:
+        """Waits until no file operation is under way."""
+        self.settle()
+        for residence in self._residences:
+            while residence._parcel.state is State.COMING and not residence.ready:
+                residence._parcel.read.wait()
 
     # The steps of a step.
 
@@ -166,9 +185,7 @@ class Rig:
         self.files.heal()
         for residence in self._residences:
             residence.release()
-        if self._staging is not None:
-            self._staging.close()
-            assert self._staging.slots == 0
+        assert self._shelf is None or self._shelf.slots.count == 0
         self.engine.synchronize()
         with self.exclusive:
             self.host.collect()

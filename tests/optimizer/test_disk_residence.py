@@ -16,7 +16,6 @@ from tests.optimizer.rig import NBYTES, RECORD, SLOT, Rig, content
 from tests.optimizer.training import make_params
 from tests.spilling import records_in
 from tiered_mem.errors import Closed, TierFull
-from tiered_mem.optimizer.disk_residence import DiskResidence
 from tiered_mem.spill.reader import read_header, read_record
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -30,7 +29,7 @@ def contents_on_disk(rig: Rig) -> list[bytes]:
 def begin_writes(rig: Rig) -> None:
     """The copies have ended, and the writes that follow them begin."""
     rig.engine.synchronize()
-    rig.staging.progress()
+    rig.progress()
 
 
 def in_a_thread(call: Callable[[], object]) -> threading.Thread:
@@ -48,16 +47,16 @@ def test_many_buckets_pass_through_few_slots(slots: int, make_rig: MakeRig) -> N
             for coming in buckets[number + 1 : number + slots]:
                 coming.fetch()
             rig.step(bucket)
-            rig.staging.progress()
+            rig.progress()
     assert all(rig.has(bucket, seed, steps=3) for seed, bucket in enumerate(buckets))
-    rig.staging.drain()
-    assert rig.staging.slots == slots
+    rig.drain()
+    assert rig.shelf.slots.count == slots
     assert rig.stats().peak == slots * SLOT
     assert (rig.disk.stats().records, rig.disk.stats().used) == (7, 7 * RECORD)
 
 
 def test_a_record_says_what_is_in_it(rig: Rig) -> None:
-    rig.staging.step = 12
+    rig.shelf.step = 12
     rig.buckets(1)
     (path,) = records_in(rig.folder)
     header = read_header(path)
@@ -87,7 +86,7 @@ def test_what_was_not_changed_is_not_written_back(rig: Rig) -> None:
         assert torch.equal(bucket.copy_out(), content(seed))
         bucket.take(blank=True)
         bucket.leave(None)
-    rig.staging.drain()
+    rig.drain()
     assert rig.disk.stats().written == written
 
 
@@ -95,7 +94,7 @@ def test_what_was_changed_before_is_written_though_the_last_look_changed_nothing
     bucket = rig.on_disk()
     rig.fill(bucket, 1)
     assert rig.has(bucket, 1)
-    rig.staging.settle()
+    rig.settle()
     assert rig.disk.stats().records == 1
     assert contents_on_disk(rig) == [content(1).numpy().tobytes()]
 
@@ -116,7 +115,7 @@ def test_no_more_is_fetched_than_there_are_slots(rig: Rig) -> None:
     buckets = rig.buckets(4)
     for bucket in buckets:
         bucket.fetch()
-    rig.staging.drain()
+    rig.drain()
     assert 0 < rig.disk.stats().read <= 2 * RECORD
 
 
@@ -153,7 +152,7 @@ def test_a_bucket_that_is_still_in_its_slot_is_not_read(rig: Rig, link: Link) ->
         rig.fill(bucket, seed)
         assert bucket.ticket is not None
         assert rig.has(bucket, seed)
-    rig.staging.settle()
+    rig.settle()
     assert (rig.disk.stats().read, rig.disk.stats().records) == (0, 1)
 
 
@@ -173,7 +172,7 @@ def test_a_bucket_that_is_taken_while_it_is_written(rig: Rig) -> None:
     bucket.leave(None)
     written = rig.disk.stats().written
     assert rig.has(bucket, 1)
-    rig.staging.settle()
+    rig.settle()
     assert (rig.disk.stats().written, rig.disk.stats().records) == (written, 1)
 
 
@@ -185,11 +184,11 @@ def test_the_bytes_from_before_go_when_those_from_after_are_written(rig: Rig) ->
     with rig.files.hold("pwrite") as hold:
         begin_writes(rig)
         assert hold.reached.wait(10)
-        rig.staging.progress()
+        rig.progress()
         assert rig.disk.stats().records == 2
         (old, _unfinished) = records_in(rig.folder)
         assert read_record(old)["bucket.0"].tobytes() == before
-    rig.staging.settle()
+    rig.settle()
     assert rig.disk.stats().records == 1
     assert after in contents_on_disk(rig)
     assert rig.has(bucket, 1)
@@ -200,8 +199,8 @@ def test_nothing_is_written_before_the_copy_has_ended(rig: Rig, link: Link) -> N
     link(d2h=SLOW)
     for seed in range(1, 4):
         rig.fill(bucket, seed)
-        rig.staging.progress()
-        rig.staging.settle()
+        rig.progress()
+        rig.settle()
         assert content(seed).numpy().tobytes() in contents_on_disk(rig)
 
 
@@ -212,8 +211,7 @@ def test_a_slot_that_is_read_by_a_copy_is_not_read_into(make_rig: MakeRig, link:
     looks = [rig.look(bucket) for bucket in (first, second, first)]
     for look, seed in zip(looks, (0, 1, 0), strict=True):
         assert torch.equal(look.cpu(), content(seed))
-    assert rig.staging.slots == 1
-    assert rig.staging.waits >= 2
+    assert rig.shelf.slots.count == 1
 
 
 def test_progress_and_fetch_do_not_wait(rig: Rig) -> None:
@@ -223,11 +221,11 @@ def test_progress_and_fetch_do_not_wait(rig: Rig) -> None:
         begin_writes(rig)
         assert written.reached.wait(10)
         second.fetch()
-        rig.staging.progress()
-        assert rig.staging.kept == 0
+        rig.progress()
+        assert rig.shelf.kept == 0
         written.go_on.set()
         assert read.reached.wait(10)
-        rig.staging.progress()
+        rig.progress()
         second.fetch()
     assert rig.has(first, 5)
     assert rig.has(second, 1)
@@ -271,7 +269,7 @@ def test_a_slot_of_a_released_bucket_is_left_to_the_file(operation: str, make_ri
         assert rig.in_use() == SLOT
     thread.join(10)
     assert rig.has(other, 2)
-    rig.staging.drain()
+    rig.drain()
     assert rig.disk.stats().records == 1
 
 
@@ -283,21 +281,21 @@ def test_a_write_that_has_not_begun_is_not_made_for_a_released_bucket(rig: Rig) 
         begin_writes(rig)
         assert hold.reached.wait(10)
         second.release()
-        rig.staging.progress()
+        rig.progress()
         third = rig.on_disk()
-        third.copy_in(content(3))
-    rig.staging.settle()
+        rig.fill(third, 3)
+    rig.settle()
     assert sorted(contents_on_disk(rig)) == sorted(content(seed).numpy().tobytes() for seed in (1, 3))
 
 
 def test_who_takes_more_than_there_are_slots_gets_further_ones(rig: Rig) -> None:
     buckets = rig.buckets(4)
     slots = [bucket.take() for bucket in buckets]
-    assert rig.staging.slots == 4
+    assert rig.shelf.slots.count == 4
     for seed, (bucket, slot) in enumerate(zip(buckets, slots, strict=True)):
         assert torch.equal(slot.tensor, content(seed))
         bucket.leave(None)
-    assert rig.staging.slots == 2
+    assert rig.shelf.slots.count == 2
     assert rig.in_use() == 2 * SLOT
 
 
@@ -315,26 +313,50 @@ def test_no_room_for_a_further_slot(make_rig: MakeRig) -> None:
     second.leave(None)
 
 
-def test_close_waits_for_what_is_under_way(rig: Rig, link: Link) -> None:
-    first, second, third = rig.buckets(3)
-    third.fetch()
+def test_a_slot_of_a_released_bucket_is_left_to_the_copy(make_rig: MakeRig, link: Link) -> None:
+    rig = make_rig(slots=1)
+    buckets = [rig.on_disk() for _ in range(3)]
     link(d2h=SLOW)
-    rig.fill(first, 4)
-    rig.staging.close()
-    assert contents_on_disk(rig).count(content(4).numpy().tobytes()) == 1
-    assert rig.in_use() == 0
-    rig.staging.close()
-    second.fetch()
+    copied = rig.fill(buckets[0], 1).event
+    buckets[0].release()
+    rig.fill(buckets[1], 2)
+    assert copied.query(), "the only slot was waited for"
+    link(d2h=None, h2d=SLOW)
+    rig.settle()
+    read = rig.look(buckets[1])
+    buckets[1].release()
+    rig.fill(buckets[2], 3)
+    assert torch.equal(read.cpu(), content(2))
+    assert rig.has(buckets[2], 3)
+    assert rig.shelf.slots.count == 1
+
+
+def test_the_last_release_waits_for_files_and_gives_all_slots_back(rig: Rig) -> None:
+    first, second, third = rig.buckets(3)
+    with rig.files.hold("pwrite") as hold:
+        rig.fill(first, 4)
+        begin_writes(rig)
+        assert hold.reached.wait(10)
+        second.fetch()
+        first.release()
+        second.release()
+        assert rig.in_use() == 2 * SLOT
+        thread = in_a_thread(third.release)
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(10)
+    assert (rig.in_use(), rig.disk.stats().records) == (0, 0)
     for bucket in (first, second, third):
+        bucket.fetch()
         with pytest.raises(Closed):
             bucket.take()
 
 
 def test_close_with_a_slot_that_is_taken(rig: Rig) -> None:
-    bucket: DiskResidence = rig.buckets(1)[0]
-    bucket.take()
-    rig.staging.close()
+    first, second = rig.buckets(2)
+    first.take()
+    rig.shelf.close()
     assert rig.in_use() == 0
-    bucket.leave(None)
-    bucket.release()
+    first.release()
+    second.release()
     assert rig.disk.stats().records == 0

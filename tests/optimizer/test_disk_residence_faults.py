@@ -14,7 +14,7 @@ from tests.optimizer.rig import RECORD, SLOT, Rig, content
 from tests.spill.faulty_files import NOTHING, SHORT
 from tests.spilling import records_in
 from tiered_mem.errors import Closed, CorruptRecord, TierFull
-from tiered_mem.optimizer.disk_residence import DiskResidence
+from tiered_mem.optimizer.residence import Residence
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 EVER = float("inf")
@@ -25,22 +25,22 @@ FAULTS = [
 ]
 
 
-def steps(rig: Rig, buckets: list[DiskResidence]) -> None:
+def steps(rig: Rig, buckets: list[Residence]) -> None:
     """One step of the optimizer over all buckets."""
     for bucket, coming in zip(buckets, [*buckets[1:], None], strict=True):
         if coming is not None:
             coming.fetch()
         rig.step(bucket)
-        rig.staging.progress()
+        rig.progress()
 
 
 def try_again(rig: Rig) -> None:
     """The pause after a failure is over."""
     rig.clock.now += 100
-    rig.staging.settle()
+    rig.settle()
 
 
-def right(rig: Rig, buckets: list[DiskResidence], count: int) -> bool:
+def right(rig: Rig, buckets: list[Residence], count: int) -> bool:
     return all(rig.has(bucket, seed, steps=count) for seed, bucket in enumerate(buckets))
 
 
@@ -54,7 +54,7 @@ def test_a_write_that_fails_costs_no_number(operation: str, how: int, rig: Rig) 
         rig.clock.now += 100
         assert right(rig, buckets, count)
     try_again(rig)
-    assert (rig.staging.kept, rig.staging.slots, rig.disk.stats().records) == (0, 2, 4)
+    assert (rig.shelf.kept, rig.shelf.slots.count, rig.disk.stats().records) == (0, 2, 4)
     assert rig.in_use() == 2 * SLOT
 
 
@@ -64,16 +64,16 @@ def test_what_the_disk_does_not_take_stays_on_the_host(how: int, rig: Rig) -> No
     rig.files.fail("pwrite", how, times=EVER)
     for _ in range(3):
         steps(rig, buckets)
-    rig.staging.settle()
-    assert rig.staging.kept == 5
-    assert rig.staging.slots == 5, "one for each bucket, and no more"
+    rig.settle()
+    assert rig.shelf.kept == 5
+    assert rig.shelf.slots.count == 5, "one for each bucket, and no more"
     assert right(rig, buckets, 3)
     rig.files.heal()
     steps(rig, buckets)
-    rig.staging.settle()
-    assert rig.staging.kept == 5, "it is left alone for a while"
+    rig.settle()
+    assert rig.shelf.kept == 5, "it is left alone for a while"
     try_again(rig)
-    assert (rig.staging.kept, rig.staging.slots, rig.disk.stats().records) == (0, 2, 5)
+    assert (rig.shelf.kept, rig.shelf.slots.count, rig.disk.stats().records) == (0, 2, 5)
     assert rig.in_use() == 2 * SLOT
     assert right(rig, buckets, 4)
 
@@ -83,7 +83,7 @@ def test_short_transfers_go_on(rig: Rig) -> None:
     rig.files.fail("pread", SHORT, skip=1, times=3)
     rig.files.fail("pwrite", SHORT, times=3)
     rig.step(bucket)
-    rig.staging.settle()
+    rig.settle()
     assert sorted(rig.files.failed) == ["pread"] * 3 + ["pwrite"] * 3
     assert rig.disk.stats().failures == 0
     assert rig.has(bucket, 0, steps=1)
@@ -101,14 +101,14 @@ def test_a_read_that_fails_can_be_tried_again(
     rig.files.fail(operation, how, times=EVER)
     if fetched:
         first.fetch()
-        rig.staging.drain()
+        rig.drain()
     for call in (first.take, first.take, first.copy_out):
         with pytest.raises(error):
             call()
     rig.files.heal()
     second.take()
     third.take()
-    assert rig.staging.slots == 2, "the slot is free"
+    assert rig.shelf.slots.count == 2, "the slot is free"
     second.leave(None)
     third.leave(None)
     assert rig.has(first, 0)
@@ -118,14 +118,14 @@ def test_a_read_that_fails_does_not_matter_where_the_bytes_are_not_needed(rig: R
     (bucket,) = rig.buckets(1)
     rig.files.fail("pread", times=EVER)
     bucket.fetch()
-    bucket.copy_in(content(7))
+    rig.fill(bucket, 7)
     rig.files.heal()
-    rig.staging.settle()
+    rig.settle()
     assert rig.has(bucket, 7)
 
 
 @pytest.fixture
-def damaged(rig: Rig) -> list[DiskResidence]:
+def damaged(rig: Rig) -> list[Residence]:
     buckets = rig.buckets(3)
     for path in records_in(rig.folder):
         with path.open("r+b") as file:
@@ -136,19 +136,19 @@ def damaged(rig: Rig) -> list[DiskResidence]:
     return buckets
 
 
-def test_a_record_that_was_changed_is_refused(rig: Rig, damaged: list[DiskResidence]) -> None:
+def test_a_record_that_was_changed_is_refused(rig: Rig, damaged: list[Residence]) -> None:
     for _ in range(2):
         for bucket in damaged:
             with pytest.raises(CorruptRecord):
                 bucket.take()
     for seed, bucket in enumerate(damaged):
         rig.fill(bucket, seed)
-    rig.staging.settle()
+    rig.settle()
     assert right(rig, damaged, 0)
-    assert rig.staging.slots == 2
+    assert rig.shelf.slots.count == 2
 
 
-def test_a_failed_read_leaves_no_cycle(rig: Rig, damaged: list[DiskResidence]) -> None:
+def test_a_failed_read_leaves_no_cycle(rig: Rig, damaged: list[Residence]) -> None:
     bucket = damaged[0]
     gc.collect()
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_a_directory_that_vanishes(rig: Rig) -> None:
         steps(rig, buckets)
         assert right(rig, buckets, count)
     try_again(rig)
-    assert rig.staging.kept == 3, "there is nowhere to write to"
+    assert rig.shelf.kept == 3, "there is nowhere to write to"
 
 
 def test_a_disk_that_the_buckets_just_fit(make_rig: MakeRig) -> None:
@@ -180,10 +180,10 @@ def test_a_disk_that_the_buckets_just_fit(make_rig: MakeRig) -> None:
     buckets = rig.buckets(4)
     for _ in range(3):
         steps(rig, buckets)
-        rig.staging.settle()
+        rig.settle()
     assert right(rig, buckets, 3)
-    rig.staging.settle()
-    assert (rig.staging.kept, rig.staging.slots, rig.disk.stats().records) == (0, 2, 4)
+    rig.settle()
+    assert (rig.shelf.kept, rig.shelf.slots.count, rig.disk.stats().records) == (0, 2, 4)
 
 
 def test_a_disk_that_not_all_buckets_fit(make_rig: MakeRig) -> None:
@@ -192,9 +192,9 @@ def test_a_disk_that_not_all_buckets_fit(make_rig: MakeRig) -> None:
     for count in range(1, 4):
         steps(rig, buckets)
         assert right(rig, buckets, count)
-    rig.staging.settle()
-    assert rig.staging.kept == 3
-    assert rig.staging.slots <= 5
+    rig.settle()
+    assert rig.shelf.kept == 3
+    assert rig.shelf.slots.count <= 5
 
 
 def test_no_host_memory_for_what_the_disk_does_not_take(make_rig: MakeRig) -> None:
@@ -203,7 +203,7 @@ def test_no_host_memory_for_what_the_disk_does_not_take(make_rig: MakeRig) -> No
     rig.files.fail("pwrite", errno.EIO, times=EVER)
     for seed, bucket in enumerate(buckets[:3]):
         rig.fill(bucket, seed)
-    rig.staging.settle()
+    rig.settle()
     words = r"fill 3 such slots and the disk takes nothing \(.*Input/output"
     for _ in range(2):
         with pytest.raises(TierFull, match=words) as caught:
@@ -214,7 +214,7 @@ def test_no_host_memory_for_what_the_disk_does_not_take(make_rig: MakeRig) -> No
     rig.files.heal()
     try_again(rig)
     assert right(rig, buckets, 0)
-    assert rig.staging.slots == 2
+    assert rig.shelf.slots.count == 2
 
 
 def test_a_write_budget_that_is_spent(make_rig: MakeRig) -> None:
@@ -223,8 +223,8 @@ def test_a_write_budget_that_is_spent(make_rig: MakeRig) -> None:
     for count in range(1, 4):
         steps(rig, buckets)
         assert right(rig, buckets, count)
-    rig.staging.settle()
-    assert rig.staging.kept >= 3
+    rig.settle()
+    assert rig.shelf.kept >= 3
     assert rig.disk.stats().written <= 5 * RECORD
 
 
@@ -238,16 +238,16 @@ def test_a_disk_tier_that_is_closed(rig: Rig) -> None:
         with pytest.raises(Closed):
             call()
     rig.fill(third, 5)
-    rig.staging.settle()
-    assert rig.staging.kept == 1
+    rig.settle()
+    assert rig.shelf.kept == 1
     assert torch.equal(third.copy_out(), content(5))
     for bucket in (first, second, third):
         bucket.release()
 
 
-def test_a_staging_that_the_host_has_no_room_for_is_not_there(make_rig: MakeRig) -> None:
+def test_slots_that_the_host_has_no_room_for_are_not_there(make_rig: MakeRig) -> None:
     rig = make_rig(host_slots=2, slots=3)
-    with pytest.raises(TierFull, match="3 such slots are to stage optimizer states"):
+    with pytest.raises(TierFull, match="3 slots are for optimizer states"):
         rig.on_disk()
     assert rig.in_use() == 0
     assert rig.host.slots == 0

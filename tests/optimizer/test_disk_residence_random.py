@@ -14,7 +14,7 @@ from tests.optimizer.conftest import MakeRig
 from tests.optimizer.rig import RECORD, SLOT, Rig, content
 from tests.spill.faulty_files import NOTHING, SHORT
 from tiered_mem.errors import TierFull
-from tiered_mem.optimizer.disk_residence import DiskResidence
+from tiered_mem.optimizer.residence import Residence
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 BUCKETS = 6
@@ -37,9 +37,9 @@ class Walk:
         self.failed = 0
         self._looks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._seeds = itertools.count(BUCKETS)
-        self._do = [self._fill, self._step, self._step, self._look, self._copy_in, self._copy_out]
+        self._do = [self._fill, self._step, self._step, self._look, self._fill, self._copy_out]
         self._do += [self._fetch, self._fetch, self._blank, self._release, self._fault, self._heal]
-        self._do += [rig.staging.progress, rig.staging.progress, rig.staging.settle]
+        self._do += [rig.progress, rig.progress, rig.settle]
 
     def go(self, count: int) -> None:
         for _ in range(count):
@@ -47,7 +47,7 @@ class Walk:
                 self._numbers.choice(self._do)()
             except (OSError, TierFull):
                 self.failed += 1  # and nothing has changed
-            assert self._rig.staging.slots <= BUCKETS + 2
+            assert self._rig.shelf.slots.count <= BUCKETS + 2
         self._heal()
         for bucket, expected in self._buckets.items():
             with contextlib.suppress(OSError):
@@ -55,12 +55,12 @@ class Walk:
             assert torch.equal(self._rig.look(bucket).cpu(), expected)
         for found, expected in self._looks:
             assert torch.equal(found.cpu(), expected)
-        self._rig.staging.drain()
-        assert (self._rig.staging.kept, self._rig.staging.slots) == (0, 2)
+        self._rig.drain()
+        assert (self._rig.shelf.kept, self._rig.shelf.slots.count) == (0, 2)
         assert self._rig.in_use() == 2 * SLOT
         assert self._rig.disk.stats().records == BUCKETS
 
-    def _any(self) -> DiskResidence:
+    def _any(self) -> Residence:
         return self._numbers.choice(list(self._buckets))
 
     def _fill(self) -> None:
@@ -76,11 +76,6 @@ class Walk:
     def _look(self) -> None:
         bucket = self._any()
         self._looks.append((self._rig.look(bucket), self._buckets[bucket]))
-
-    def _copy_in(self) -> None:
-        bucket, seed = self._any(), next(self._seeds)
-        bucket.copy_in(content(seed))
-        self._buckets[bucket] = content(seed)
 
     def _copy_out(self) -> None:
         bucket = self._any()

@@ -11,7 +11,6 @@ from tests.conftest import Link
 from tests.optimizer.conftest import MakeRig
 from tests.optimizer.rig import NBYTES, SLOT, Rig, content
 from tiered_mem.errors import Closed, TierFull
-from tiered_mem.optimizer.disk_residence import DiskResidence, Staging
 from tiered_mem.optimizer.residence import Residence
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -64,7 +63,6 @@ def test_buckets_keep_out_of_each_others_way(rig: Rig, kind: str) -> None:
 def test_the_slot_is_bytes_as_many_as_asked_for(residence: Residence) -> None:
     slot = residence.take(blank=True)
     assert (slot.tensor.dtype, slot.tensor.shape) == (torch.uint8, (NBYTES,))
-    assert residence.nbytes == NBYTES
     assert slot.tensor.data_ptr() % 4096 == 0
     residence.leave(None)
 
@@ -95,8 +93,6 @@ def test_turns_are_kept(residence: Residence) -> None:
     for out_of_turn in (lambda: residence.take(blank=True), residence.copy_out, residence.release):
         with pytest.raises(RuntimeError, match="leave comes first"):
             out_of_turn()
-    with pytest.raises(RuntimeError, match="leave comes first"):
-        residence.copy_in(content(0))
     residence.leave(None)
 
 
@@ -118,50 +114,6 @@ def test_bytes_for_the_cpu(rig: Rig, residence: Residence, link: Link) -> None:
     assert rig.has(residence, 2)
 
 
-def test_bytes_from_the_cpu(rig: Rig, residence: Residence) -> None:
-    residence.copy_in(content(1))
-    assert torch.equal(residence.copy_out(), content(1))
-    assert rig.has(residence, 1)
-    source = content(2)
-    residence.copy_in(source)
-    source.zero_()
-    assert rig.has(residence, 2)
-    rig.step(residence)
-    assert torch.equal(residence.copy_out(), content(2) + 1)
-
-
-def test_bytes_from_the_cpu_wait_for_who_reads_the_old_ones(rig: Rig, residence: Residence, link: Link) -> None:
-    rig.fill(residence, 1)
-    link(h2d=SLOW)
-    before = rig.look(residence)
-    residence.copy_in(content(2))
-    assert torch.equal(before.cpu(), content(1))
-    assert rig.has(residence, 2)
-
-
-def test_bytes_from_the_cpu_come_after_the_copy_that_fills(rig: Rig, residence: Residence, link: Link) -> None:
-    link(d2h=SLOW)
-    rig.fill(residence, 1)
-    residence.copy_in(content(2))
-    assert torch.equal(residence.copy_out(), content(2))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (torch.zeros(NBYTES // 4), "float32"),
-        (torch.zeros(NBYTES + 1, dtype=torch.uint8), r"\(200002,\)"),
-        (torch.zeros(1, NBYTES, dtype=torch.uint8), r"\(1, 200001\)"),
-        (torch.zeros(NBYTES, dtype=torch.uint8, device="meta"), "on meta"),
-    ],
-)
-def test_bytes_that_do_not_fit(wrong: torch.Tensor, words: str, rig: Rig, residence: Residence) -> None:
-    rig.fill(residence, 1)
-    with pytest.raises(ValueError, match=words):
-        residence.copy_in(wrong)
-    assert rig.has(residence, 1)
-
-
 def test_nothing_comes_after_release(rig: Rig, residence: Residence) -> None:
     rig.fill(residence, 1)
     residence.release()
@@ -170,8 +122,6 @@ def test_nothing_comes_after_release(rig: Rig, residence: Residence) -> None:
     for late in (residence.take, residence.copy_out):
         with pytest.raises(Closed):
             late()
-    with pytest.raises(Closed):
-        residence.copy_in(content(0))
     assert residence.ticket is None
 
 
@@ -186,13 +136,8 @@ def test_memory_that_a_copy_fills_is_not_used_again_before_it_ended(
     residence.release()
     assert not copied.query()
     assert rig.in_use() == SLOT
-    if kind == "host":
-        with pytest.raises(TierFull):
-            rig.make(kind)
-    else:
-        rig.make(kind).take(blank=True)
-        assert copied.query(), "the only slot was waited for"
-        rig._residences[-1].leave(None)
+    with pytest.raises(TierFull):
+        rig.make(kind)
 
 
 @pytest.mark.schedules("eager", "late", why="its copies run when they like")
@@ -206,12 +151,9 @@ def test_memory_that_a_copy_reads_is_not_used_again_before_it_ended(
     link(h2d=SLOW)
     read = rig.look(residence)
     residence.release()
-    if kind == "host":
-        assert rig.in_use() == SLOT
-        with pytest.raises(TierFull):
-            rig.make(kind)
-    else:
-        rig.make(kind).copy_in(content(2))
+    assert rig.in_use() == SLOT
+    with pytest.raises(TierFull):
+        rig.make(kind)
     assert torch.equal(read.cpu(), content(1))
 
 
@@ -226,21 +168,22 @@ def test_no_room_on_the_host(make_rig: MakeRig, kind: str) -> None:
     assert rig.in_use() == (2 * SLOT if kind == "host" else 0), "what there was is given back"
 
 
+def test_there_is_an_end_to_what_is_waited_for(rig: Rig, residence: Residence) -> None:
+    rig.fill(residence, 1)
+    assert not all(residence._shelf.wait() for _ in range(10))
+    assert rig.has(residence, 1)
+
+
 def test_a_residence_that_is_forgotten_leaves_no_cycle(rig: Rig, kind: str) -> None:
     residence = rig.make(kind)
     rig._residences.clear()
     rig.fill(residence, 1)
     rig.look(residence)
     alive = weakref.ref(residence)
-    keep = residence._home if isinstance(residence, DiskResidence) else residence._slot
+    shelf, parcel = residence._shelf, residence._parcel
     del residence
     assert alive() is None
-    if kind == "disk":
-        rig.staging.drain()
-        rig.staging.release(keep)  # type: ignore[arg-type]
-    else:
-        with rig.exclusive:
-            rig.host.release(keep, None)  # type: ignore[arg-type]
+    shelf.drop(parcel)
 
 
 def test_what_is_released_is_free(rig: Rig, kind: str) -> None:
@@ -250,16 +193,5 @@ def test_what_is_released_is_free(rig: Rig, kind: str) -> None:
         rig.fill(bucket, 1)
         bucket.release()
     rig.engine.synchronize()
-    if kind == "disk":
-        rig.staging.drain()
-        assert rig.disk.stats().records == 0
-    assert rig.in_use() == (0 if kind == "host" else 2 * SLOT)
-
-
-def test_a_staging_needs_slots(rig: Rig) -> None:
-    for slot_bytes, slots in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match="below 1"):
-            Staging(rig.host, rig.disk, rig.exclusive, slot_bytes, slots)
-    for nbytes in (0, NBYTES + 1):
-        with pytest.raises(ValueError, match=f"bucket has {nbytes} bytes"):
-            DiskResidence(rig.staging, nbytes, "bucket")
+    assert rig.disk.stats().records == 0
+    assert rig.in_use() == 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.conftest import Link
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.strange_optimizers import Growing, OutOfPlace
 from tests.optimizer.training import Outcome, differences, give_gradients, make_params, outcome
@@ -68,6 +69,17 @@ def test_the_memory_of_a_step_is_used_at_once(device: str, make_tiered: MakeTier
         noise = [torch.full((1 << size,), 5.0, device=device) for size in (8, 10, 12, 13, 14)]
         del noise
     assert not differences(plain_steps(torch.optim.AdamW, 4, device), outcome(tiered, params))
+
+
+def test_the_memory_of_a_step_at_once_is_used_at_once(device: str, make_tiered: MakeTiered, link: Link) -> None:
+    params = make_params(device, shapes=SHAPES)
+    tiered = make_tiered(torch.optim.AdamW(params), bucket_bytes=BUCKET_BYTES, separable=False)
+    link(d2h="1MB/s")
+    for step in range(3):
+        give_gradients(params, step)
+        tiered.step()
+        assert use_free_memory(device)
+    assert not differences(plain_steps(torch.optim.AdamW, 3, device), outcome(tiered, params))
 
 
 @pytest.mark.parametrize("on_its_own_stream", [False, True])

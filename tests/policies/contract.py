@@ -41,10 +41,10 @@ def check_policy(make: Callable[[], Policy], min_layers: int = 0) -> None:
             match event:
                 case ForwardBegin(_, num_layers):
                     policy.check(num_layers)
-                case Saved(_, _, key, _):
-                    live.add(key)
-                case Dropped(key):
-                    live.remove(key)
+                case Saved(_, _, blocks):
+                    live.update(key for key, _ in blocks)
+                case Dropped(keys):
+                    live.difference_update(keys)
             for action in policy.decide(event):
                 assert isinstance(action, Offload | Release | Reload | Spill | Fetch)
                 assert action.key in live, f"{action} after {event} names a block that is not alive"
@@ -74,7 +74,10 @@ def policy_histories(draw: st.DrawFn, min_layers: int = 0) -> list[Event]:
             history.append(ForwardBegin(len(layers), told))
             layers.append(told + draw(st.integers(0, 2)))
         elif step == "drop" and live:
-            history.append(Dropped(live.pop(draw(st.integers(0, len(live) - 1)))))
+            order = draw(st.permutations(live))
+            gone = draw(st.integers(1, len(live)))
+            history.append(Dropped(order[:gone]))
+            live = order[gone:]
         elif step == "pressure":
             history.append(HostPressure(draw(st.integers(1, 8))))
         elif step == "backward" and any(layers):
@@ -90,12 +93,12 @@ def policy_histories(draw: st.DrawFn, min_layers: int = 0) -> list[Event]:
                 running[graph] = saving[graph] = draw(st.integers(0, layers[graph] - 1))
                 history.append(LayerBegin(graph, saving[graph]))
             elif step == "save" and graph in saving:
-                key = draw(st.sampled_from([next(keys), *live]))
-                if key not in live:
-                    live.append(key)
-                history.append(Saved(graph, saving[graph], key, nbytes=1 + key % 4))
+                saved = [next(keys), *live]
+                chosen = draw(st.lists(st.sampled_from(saved), min_size=1, max_size=3, unique=True))
+                live += [key for key in chosen if key not in live]
+                history.append(Saved(graph, saving[graph], [(key, 1 + key % 4) for key in chosen]))
             elif step == "end" and layer is not None:
                 running[graph] = None
                 history.append(LayerEnd(graph, layer))
-    last: list[Event] = [*map(ForwardEnd, running), *map(Dropped, live)]
+    last: list[Event] = [*map(ForwardEnd, running), *(Dropped([key]) for key in live)]
     return history + draw(st.permutations(last))

@@ -17,10 +17,20 @@ from tiered_mem.policies import (
 )
 
 
+def saved(graph: int, layer: int, key: int, nbytes: int = 1) -> Saved:
+    """One block."""
+    return Saved(graph, layer, [(key, nbytes)])
+
+
+def dropped(key: int) -> Dropped:
+    """One block."""
+    return Dropped([key])
+
+
 def layer_forward(graph: int, layer: int, *keys: int) -> list[Event]:
     """A layer that saves `keys`."""
-    saves = [Saved(graph, layer, key, nbytes=1) for key in keys]
-    return [LayerBegin(graph, layer), *saves, LayerEnd(graph, layer)]
+    blocks = [(key, 1) for key in keys]
+    return [LayerBegin(graph, layer), Saved(graph, layer, blocks), LayerEnd(graph, layer)]
 
 
 def forward(graph: int, num_layers: int, first_key: int = 0) -> list[Event]:
@@ -34,7 +44,7 @@ def backward(graph: int, num_layers: int, first_key: int = 0) -> list[Event]:
     return [
         event
         for i in reversed(range(num_layers))
-        for event in (LayerBegin(graph, i, backward=True), Dropped(first_key + i))
+        for event in (LayerBegin(graph, i, backward=True), dropped(first_key + i))
     ]
 
 

@@ -53,14 +53,16 @@ class Places:
 
     def _tell(self, event: Event) -> Iterable[Action]:
         match event:
-            case Saved(graph, layer, key, nbytes):
-                before = self.home.get(key, (graph, layer))
-                self.home[key] = graph, max(layer, before[1]) if before[0] == graph else layer
-                self.place[key] = "device"
-                self.nbytes[key] = nbytes
-            case Dropped(key):
-                self.place.pop(key, None)
-                self.home.pop(key, None)
+            case Saved(graph, layer, blocks):
+                for key, nbytes in blocks:
+                    before = self.home.get(key, (graph, layer))
+                    self.home[key] = graph, max(layer, before[1]) if before[0] == graph else layer
+                    self.place[key] = "device"
+                    self.nbytes[key] = nbytes
+            case Dropped(keys):
+                for key in keys:
+                    self.place.pop(key, None)
+                    self.home.pop(key, None)
             case LayerBegin(graph, layer, backward=True) if any(of == graph for of, _ in self.home.values()):
                 last = self.reached.get(graph, layer)
                 self.reached[graph] = layer

@@ -116,7 +116,7 @@ def test_resident_layers_are_bounded(data: st.DataObject) -> None:
     peak = 0
     for event in forward(GRAPH, num_layers):
         if isinstance(event, Saved):
-            resident.add(event.key)
+            resident.update(key for key, _ in event.blocks)
         for action in policy.decide(event):
             match action:
                 case Offload(key):
@@ -135,7 +135,7 @@ def test_resident_layers_are_bounded(data: st.DataObject) -> None:
     peak = 0
     for event in backward(GRAPH, num_layers):
         if isinstance(event, Dropped):
-            resident.remove(event.key)
+            resident.difference_update(event.keys)
         for action in policy.decide(event):
             assert isinstance(action, Reload)
             assert action.key not in resident

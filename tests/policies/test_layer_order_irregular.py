@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.events import begin_backward, forward, layer_forward, tell
+from tests.policies.events import begin_backward, dropped, forward, layer_forward, saved, tell
 from tiered_mem.policies import (
     Action,
-    Dropped,
     Event,
     ForwardBegin,
     ForwardEnd,
@@ -67,7 +66,7 @@ def test_skipped_layers_are_released_by_the_end_of_the_forward() -> None:
 def test_a_block_saved_after_its_layers_end_leaves_at_the_next_event(later: Event) -> None:
     policy = LayerOrderPolicy(1)
     tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 10)])
-    assert tell(policy, [Saved(GRAPH, 0, 11, nbytes=1)]) == []
+    assert tell(policy, [saved(GRAPH, 0, 11)]) == []
     assert tell(policy, [later]) == [Offload(11)]
     assert tell(policy, [LayerEnd(GRAPH, 1), LayerBegin(GRAPH, 2)]) == [Release(10), Release(11)]
 
@@ -75,14 +74,14 @@ def test_a_block_saved_after_its_layers_end_leaves_at_the_next_event(later: Even
 @pytest.mark.parametrize("later", [LayerBegin(GRAPH, 1), ForwardEnd(GRAPH)])
 def test_a_block_saved_after_its_layers_end_is_offloaded_before_it_is_released(later: Event) -> None:
     policy = LayerOrderPolicy(2)
-    tell(policy, [ForwardBegin(GRAPH, 2), *layer_forward(GRAPH, 0, 10), Saved(GRAPH, 0, 11, nbytes=1)])
+    tell(policy, [ForwardBegin(GRAPH, 2), *layer_forward(GRAPH, 0, 10), saved(GRAPH, 0, 11)])
     assert tell(policy, [later]) == [Offload(11), Release(10), Release(11)]
 
 
 def test_a_block_that_a_later_layer_has_does_not_go_back_to_an_earlier_one() -> None:
     policy = LayerOrderPolicy(2)
     tell(policy, [ForwardBegin(GRAPH, 4), *layer_forward(GRAPH, 0, 10), *layer_forward(GRAPH, 1, 99)])
-    tell(policy, [Saved(GRAPH, 0, 99, nbytes=1)])
+    tell(policy, [saved(GRAPH, 0, 99)])
     assert tell(policy, [LayerBegin(GRAPH, 2)]) == [Release(10)]
     assert tell(policy, [LayerBegin(GRAPH, 3)]) == [Release(99)]
 
@@ -90,7 +89,7 @@ def test_a_block_that_a_later_layer_has_does_not_go_back_to_an_earlier_one() -> 
 def test_a_block_of_a_kept_layer_that_is_saved_after_its_end_stays() -> None:
     policy = LayerOrderPolicy(1)
     tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0), *layer_forward(GRAPH, 1, 11)])
-    assert tell(policy, [Saved(GRAPH, 1, 12, nbytes=1), LayerBegin(GRAPH, 2), ForwardEnd(GRAPH)]) == []
+    assert tell(policy, [saved(GRAPH, 1, 12), LayerBegin(GRAPH, 2), ForwardEnd(GRAPH)]) == []
 
 
 @pytest.mark.parametrize("told", [0, 1, 3])
@@ -169,23 +168,23 @@ def test_a_forward_that_ended_by_an_exception_releases_what_was_offloaded() -> N
     tell(policy, [ForwardBegin(GRAPH, 4), *layer_forward(GRAPH, 0, 0), *layer_forward(GRAPH, 1, 1)])
     tell(policy, layer_forward(GRAPH, 2, 2)[:-1])  # raises before its LayerEnd
     assert set(tell(policy, [ForwardEnd(GRAPH)])) >= {Release(0), Release(1)}
-    assert tell(policy, [Dropped(1), Dropped(2), Dropped(0)]) == []
+    assert tell(policy, [dropped(1), dropped(2), dropped(0)]) == []
     assert vars(policy) == vars(LayerOrderPolicy(3))
 
 
 @settings(deadline=None)
 @given(st.permutations(range(6)), st.integers(0, 6))
-def test_dropped_blocks_are_not_named_again(order: list[int], dropped: int) -> None:
+def test_dropped_blocks_are_not_named_again(order: list[int], first: int) -> None:
     policy = LayerOrderPolicy(6)
     tell(policy, forward(GRAPH, 6)[:-1])
-    tell(policy, [Dropped(key) for key in order[:dropped]])
-    left = set(order[dropped:])
+    tell(policy, [dropped(key) for key in order[:first]])
+    left = set(order[first:])
     assert {action.key for action in policy.decide(ForwardEnd(GRAPH))} == left
     assert {a.key for i in reversed(range(6)) for a in begin_backward(policy, GRAPH, i)} == left
-    assert tell(policy, [Dropped(key) for key in order[dropped:]]) == []
+    assert tell(policy, [dropped(key) for key in order[first:]]) == []
     assert vars(policy) == vars(LayerOrderPolicy(6))
 
 
 def test_a_block_that_was_never_told_of_can_be_dropped() -> None:
     policy = LayerOrderPolicy(1)
-    assert tell(policy, [Dropped(3), ForwardBegin(GRAPH, 1), Dropped(4), ForwardEnd(GRAPH)]) == []
+    assert tell(policy, [dropped(3), ForwardBegin(GRAPH, 1), dropped(4), ForwardEnd(GRAPH)]) == []

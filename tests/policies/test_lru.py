@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.contract import check_policy, policy_histories
-from tests.policies.events import backward, begin_backward, forward, tell
+from tests.policies.events import backward, begin_backward, dropped, forward, saved, tell
 from tests.policies.places import Places
 from tiered_mem.policies import (
-    Dropped,
     Event,
     Fetch,
     ForwardBegin,
@@ -24,7 +23,6 @@ from tiered_mem.policies import (
     Offload,
     Release,
     Reload,
-    Saved,
     Spill,
     policy_by_name,
 )
@@ -37,7 +35,7 @@ def saves(*sizes: int, graph: int = GRAPH, first_key: int = 0) -> list[Event]:
     return [
         event
         for i, nbytes in enumerate(sizes)
-        for event in (LayerBegin(graph, i), Saved(graph, i, first_key + i, nbytes), LayerEnd(graph, i))
+        for event in (LayerBegin(graph, i), saved(graph, i, first_key + i, nbytes), LayerEnd(graph, i))
     ]
 
 
@@ -50,35 +48,35 @@ def test_what_fits_into_half_of_the_budget_stays() -> None:
 def test_above_half_of_the_budget_the_oldest_begin_to_leave_until_three_eighths_are_left() -> None:
     policy = LRUPolicy(16)
     tell(policy, saves(*[1] * 8))
-    assert tell(policy, [Saved(GRAPH, 8, 8, nbytes=1)]) == [Offload(0), Offload(1), Offload(2)]
-    assert tell(policy, [Saved(GRAPH, 9, 9, nbytes=1), Saved(GRAPH, 10, 10, nbytes=1)]) == []
+    assert tell(policy, [saved(GRAPH, 8, 8)]) == [Offload(0), Offload(1), Offload(2)]
+    assert tell(policy, [saved(GRAPH, 9, 9), saved(GRAPH, 10, 10)]) == []
 
 
 def test_what_is_leaving_is_released_only_where_the_budget_would_be_passed() -> None:
     policy = LRUPolicy(16)
     assert not [action for action in tell(policy, saves(*[1] * 16)) if isinstance(action, Release)]
-    assert tell(policy, [Saved(GRAPH, 16, 16, nbytes=1)]) == [Release(0)]
-    assert tell(policy, [Saved(GRAPH, 17, 17, nbytes=1)]) == [Offload(9), Offload(10), Offload(11), Release(1)]
+    assert tell(policy, [saved(GRAPH, 16, 16)]) == [Release(0)]
+    assert tell(policy, [saved(GRAPH, 17, 17)]) == [Offload(9), Offload(10), Offload(11), Release(1)]
 
 
 def test_a_block_that_is_saved_again_is_used_again() -> None:
     policy = LRUPolicy(16)
     tell(policy, saves(*[1] * 8))
-    tell(policy, [Saved(GRAPH, 8, 0, nbytes=1)])
-    assert tell(policy, [Saved(GRAPH, 9, 9, nbytes=1)]) == [Offload(1), Offload(2), Offload(3)]
+    tell(policy, [saved(GRAPH, 8, 0)])
+    assert tell(policy, [saved(GRAPH, 9, 9)]) == [Offload(1), Offload(2), Offload(3)]
 
 
 def test_a_block_that_is_saved_again_while_it_leaves_stays() -> None:
     policy = LRUPolicy(8)
     tell(policy, saves(*[1] * 5))  # 0 and 1 are leaving
-    tell(policy, [Saved(GRAPH, 5, 0, nbytes=1)])
+    tell(policy, [saved(GRAPH, 5, 0)])
     released = [action for action in tell(policy, saves(*[1] * 5, first_key=10)) if isinstance(action, Release)]
     assert released == [Release(1), Release(2)]
 
 
 def test_a_block_of_two_layers_is_back_for_the_later() -> None:
     places = Places(LRUPolicy(8, read_ahead=1))
-    places.tell(Saved(GRAPH, 3, 0, nbytes=1), Saved(GRAPH, 1, 0, nbytes=1))
+    places.tell(saved(GRAPH, 3, 0), saved(GRAPH, 1, 0))
     places.tell(*saves(*[1] * 20, graph=1, first_key=100))
     assert places.tell(LayerBegin(GRAPH, 2, backward=True)) == []
     assert places.tell(LayerBegin(GRAPH, 3, backward=True))[-1] == Reload(0)
@@ -86,7 +84,7 @@ def test_a_block_of_two_layers_is_back_for_the_later() -> None:
 
 def test_a_block_of_two_graphs_is_the_later_ones() -> None:
     places = Places(LRUPolicy(8, read_ahead=1))
-    places.tell(Saved(0, 3, 0, nbytes=1), Saved(1, 1, 0, nbytes=1))
+    places.tell(saved(0, 3, 0), saved(1, 1, 0))
     places.tell(*saves(*[1] * 20, graph=2, first_key=100))
     assert places.tell(LayerBegin(0, 3, backward=True)) == []
     assert places.tell(LayerBegin(1, 1, backward=True))[-1] == Reload(0)
@@ -104,7 +102,7 @@ def test_a_block_larger_than_the_budget_does_not_hold_up_others() -> None:
     assert tell(policy, [HostPressure(100)])[-4:] == [Spill(2), Spill(0), Spill(1), Spill(3)]
     assert begin_backward(policy, GRAPH, 4) == [Reload(3), Fetch(2), Fetch(1), Fetch(0)]
     assert begin_backward(policy, GRAPH, 3) == []
-    assert tell(policy, [Dropped(3)]) == [Reload(1), Reload(0)]
+    assert tell(policy, [dropped(3)]) == [Reload(1), Reload(0)]
 
 
 def test_blocks_come_back_in_the_reverse_order_as_many_bytes_as_are_read_ahead() -> None:
@@ -114,10 +112,10 @@ def test_blocks_come_back_in_the_reverse_order_as_many_bytes_as_are_read_ahead()
     assert away == list(range(24))
     assert places.tell(LayerBegin(GRAPH, 29, backward=True)) == [Reload(23), Reload(22), Reload(21)]
     for layer in range(29, 23, -1):
-        assert places.tell(LayerBegin(GRAPH, layer, backward=True), Dropped(layer)) == []
+        assert places.tell(LayerBegin(GRAPH, layer, backward=True), dropped(layer)) == []
     assert places.tell(LayerBegin(GRAPH, 23, backward=True)) == []
-    assert places.tell(Dropped(23)) == [Reload(20)]
-    assert places.tell(LayerBegin(GRAPH, 21, backward=True), Dropped(22), Dropped(21)) == [Reload(19), Reload(18)]
+    assert places.tell(dropped(23)) == [Reload(20)]
+    assert places.tell(LayerBegin(GRAPH, 21, backward=True), dropped(22), dropped(21)) == [Reload(19), Reload(18)]
 
 
 def test_by_default_a_quarter_of_the_budget_is_read_ahead() -> None:
@@ -160,8 +158,8 @@ def test_a_block_that_finds_no_room_waits_for_it() -> None:
     places.tell(*saves(12, *[1] * 8))
     assert places.keys("host") == {0}
     for layer in (8, 7, 6):
-        assert places.tell(LayerBegin(GRAPH, layer, backward=True), Dropped(layer)) == []
-    assert places.tell(LayerBegin(GRAPH, 5, backward=True), Dropped(5)) == [Reload(0)]
+        assert places.tell(LayerBegin(GRAPH, layer, backward=True), dropped(layer)) == []
+    assert places.tell(LayerBegin(GRAPH, 5, backward=True), dropped(5)) == [Reload(0)]
 
 
 def test_as_many_bytes_again_are_fetched_from_disk() -> None:
@@ -169,9 +167,9 @@ def test_as_many_bytes_again_are_fetched_from_disk() -> None:
     places.tell(HostPressure(12))
     begun = places.tell(LayerBegin(GRAPH, 11, backward=True))
     assert begun[-4:] == [Reload(11), Reload(10), Fetch(9), Fetch(8)]
-    assert places.tell(Dropped(11)) == [Reload(9), Fetch(7)]
+    assert places.tell(dropped(11)) == [Reload(9), Fetch(7)]
     assert places.tell(LayerBegin(GRAPH, 10, backward=True)) == []
-    assert places.tell(Dropped(10)) == [Reload(8), Fetch(6)]
+    assert places.tell(dropped(10)) == [Reload(8), Fetch(6)]
 
 
 def test_what_is_on_the_host_is_not_fetched() -> None:
@@ -211,7 +209,7 @@ def test_a_second_backward_brings_back_what_left_since() -> None:
     assert places.keys("host") >= set(range(2, 12))  # 1 and 0 are not known to be used
     begun = places.tell(LayerBegin(GRAPH, 11, backward=True))
     assert begun[-2:] == [Reload(11), Reload(10)]
-    assert places.tell(Dropped(11)) == [Reload(9)]
+    assert places.tell(dropped(11)) == [Reload(9)]
 
 
 def test_a_backward_that_jumps_ahead_brings_in_what_lies_below() -> None:
@@ -238,12 +236,12 @@ def test_in_forward_too_what_a_backward_is_through_with_is_the_first_to_leave() 
     places.tell(*saves(*[1] * 9))  # 0, 1 and 2 are leaving
     assert places.tell(LayerBegin(GRAPH, 8, backward=True)) == [Reload(2), Reload(1)]
     assert places.tell(LayerBegin(GRAPH, 1, backward=True)) == [Reload(0)]
-    assert places.tell(Saved(1, 0, 100, nbytes=1))[0] == Offload(2)
+    assert places.tell(saved(1, 0, 100))[0] == Offload(2)
 
 
 def test_what_backward_reloaded_itself_leaves_again() -> None:
     places = Places(LRUPolicy(16, read_ahead=2))
-    places.tell(*(Saved(GRAPH, layer, 10 * layer + i, nbytes=1) for layer in range(4) for i in range(10)))
+    places.tell(*(saved(GRAPH, layer, 10 * layer + i) for layer in range(4) for i in range(10)))
     for layer in (3, 2, 1, 0):
         places.tell(LayerBegin(GRAPH, layer, backward=True))
         assert places.on_device() <= 16
@@ -252,7 +250,7 @@ def test_what_backward_reloaded_itself_leaves_again() -> None:
 
 def test_a_backward_that_begins_anew_goes_on_in_the_reverse_order() -> None:
     places = Places(LRUPolicy(16, read_ahead=2))
-    places.tell(*(Saved(GRAPH, 0, key, nbytes=1) for key in range(12)))
+    places.tell(*(saved(GRAPH, 0, key) for key in range(12)))
     places.tell(*saves(*[1] * 24, graph=1, first_key=100))
     assert places.tell(LayerBegin(GRAPH, 1, backward=True))[-2:] == [Reload(11), Reload(10)]
     assert places.tell(LayerBegin(GRAPH, 2, backward=True))[-2:] == [Reload(9), Reload(8)]
@@ -262,7 +260,7 @@ def test_a_graph_that_is_dropped_unused_brings_nothing_back() -> None:
     policy = LRUPolicy(16)
     tell(policy, saves(*[1] * 30))
     begin_backward(policy, GRAPH, 29)
-    assert tell(policy, [Dropped(key) for key in reversed(range(29))]) == []
+    assert tell(policy, [dropped(key) for key in reversed(range(29))]) == []
 
 
 def test_graphs_run_backward_in_any_order() -> None:
@@ -273,15 +271,15 @@ def test_graphs_run_backward_in_any_order() -> None:
         for layer in reversed(range(30)):
             places.tell(LayerBegin(graph, layer, backward=True))
             assert first + layer in places.keys("device")
-            places.tell(Dropped(first + layer))
+            places.tell(dropped(first + layer))
     assert vars(places.policy) == vars(LRUPolicy(16, read_ahead=2))
 
 
 def test_blocks_of_no_layer_move_too() -> None:
     places = Places(LRUPolicy(8))
-    places.tell(*(Saved(7, -1, key, nbytes=1) for key in range(12)))
+    places.tell(*(saved(7, -1, key) for key in range(12)))
     assert places.keys("host") == {0, 1, 2, 3}
-    assert places.tell(Saved(7, -1, 0, nbytes=1)) == [Offload(8), Offload(9), Release(4)]
+    assert places.tell(saved(7, -1, 0)) == [Offload(8), Offload(9), Release(4)]
     assert places.tell(LayerBegin(7, -1, backward=True)) == [Reload(9), Reload(8)]
 
 
@@ -298,12 +296,12 @@ def test_every_layer_is_back_when_its_backward_begins(data: st.DataObject) -> No
         first = sum(map(len, layers[:layer]))
         keys.append(list(range(first, first + len(sizes))))
         for key, nbytes in zip(keys[-1], sizes, strict=True):
-            places.tell(Saved(GRAPH, layer, key, nbytes))
+            places.tell(saved(GRAPH, layer, key, nbytes))
     reloaded: list[int] = []
     for layer in reversed(range(len(layers))):
         in_time = layer == len(layers) - 1 or places.keys("device") >= set(keys[layer])
         assert in_time, f"layer {layer} is not back before its backward"
-        for event in (LayerBegin(GRAPH, layer, backward=True), *map(Dropped, reversed(keys[layer]))):
+        for event in (LayerBegin(GRAPH, layer, backward=True), *map(dropped, reversed(keys[layer]))):
             answered = places.tell(event)
             reloaded += [action.key for action in answered if isinstance(action, Reload)]
             assert places.on_device() <= budget

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.contract import policy_histories
-from tests.policies.events import backward, begin_backward, forward, layer_forward, tell
+from tests.policies.events import backward, begin_backward, dropped, forward, layer_forward, saved, tell
 from tests.policies.places import Places
 from tiered_mem.policies import (
     Action,
-    Dropped,
     Event,
     Fetch,
     ForwardBegin,
@@ -25,7 +24,6 @@ from tiered_mem.policies import (
     Policy,
     Release,
     Reload,
-    Saved,
     Spill,
     SynchronizationDictPolicy,
 )
@@ -62,7 +60,7 @@ def test_no_more_is_spilled_than_was_asked_for() -> None:
     policy = LayerOrderPolicy()
     policy.decide(ForwardBegin(GRAPH, 3))
     for layer, nbytes in enumerate([3, 5, 2]):
-        tell(policy, [LayerBegin(GRAPH, layer), Saved(GRAPH, layer, layer, nbytes), LayerEnd(GRAPH, layer)])
+        tell(policy, [LayerBegin(GRAPH, layer), saved(GRAPH, layer, layer, nbytes), LayerEnd(GRAPH, layer)])
     policy.decide(ForwardEnd(GRAPH))
     assert spilled(policy, 3) == [0]
     assert spilled(policy, 6) == [1, 2]
@@ -101,7 +99,7 @@ def test_what_is_leaving_is_released_and_spilled_where_the_rest_is_too_little() 
 
 def test_dropped_blocks_are_not_spilled() -> None:
     policy = after_forward(LayerOrderPolicy(4))
-    tell(policy, [Dropped(0), Dropped(2)])
+    tell(policy, [dropped(0), dropped(2)])
     assert spilled(policy, 100) == [1, 3]
 
 
@@ -110,7 +108,7 @@ def test_dropped_blocks_are_not_spilled() -> None:
 )
 def test_a_block_that_is_saved_again_is_on_the_device(policy: Policy) -> None:
     after_forward(policy)
-    tell(policy, [ForwardBegin(1, 6), LayerBegin(1, 0), Saved(1, 0, 0, nbytes=1)])
+    tell(policy, [ForwardBegin(1, 6), LayerBegin(1, 0), saved(1, 0, 0)])
     assert spilled(policy, 100) == [1]
 
 
@@ -168,7 +166,7 @@ def pipeline(order: list[str] | None) -> Policy:
         if text[0] == "F":
             events += layer_forward(GRAPH, layer, layer)
         else:
-            events += [LayerBegin(GRAPH, layer, backward=True), Dropped(layer)]
+            events += [LayerBegin(GRAPH, layer, backward=True), dropped(layer)]
     tell(policy, events)
     return policy
 
@@ -185,7 +183,7 @@ def test_a_schedules_layers_are_spilled_in_the_reverse_order_of_their_reloads(or
 def test_a_schedules_layers_are_fetched_at_the_reload_before_theirs() -> None:
     policy = pipeline(PIPELINE)
     policy.decide(HostPressure(3))
-    tell(policy, [LayerBegin(GRAPH, 3, backward=True), Dropped(3)])
+    tell(policy, [LayerBegin(GRAPH, 3, backward=True), dropped(3)])
     assert tell(policy, layer_forward(GRAPH, 7)) == [Release(6), Reload(4), Fetch(5)]
     assert begin_backward(policy, GRAPH, 4) == [Reload(5), Fetch(6)]
     assert begin_backward(policy, GRAPH, 5) == [Reload(6)]

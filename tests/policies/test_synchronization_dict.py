@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.contract import check_policy, policy_histories
-from tests.policies.events import backward, begin_backward, forward, tell
+from tests.policies.events import backward, begin_backward, dropped, forward, saved, tell
 from tests.policies.pipeline import PIPELINE, PIPELINE_ENTRIES, Entries
 from tiered_mem.policies import (
     Action,
@@ -45,9 +45,9 @@ def steps(order: Iterable[str]) -> Iterator[tuple[str, Event]]:
         layer = int(text[1:])
         yield text, LayerBegin(GRAPH, layer, backward=text[0] == "B")
         if text[0] == "B":
-            yield f"end of {text}", Dropped(layer)
+            yield f"end of {text}", dropped(layer)
         else:
-            yield text, Saved(GRAPH, layer, layer, nbytes=1)
+            yield text, saved(GRAPH, layer, layer)
             yield f"end of {text}", LayerEnd(GRAPH, layer)
         if place == last_forward:
             yield "end", ForwardEnd(GRAPH)
@@ -91,7 +91,7 @@ def test_ten_layers_hold_as_many_blocks_as_the_schedule_says() -> None:
     held: dict[str, int] = {}
     for step, event in steps(order):
         if isinstance(event, Dropped):
-            resident.remove(event.key)
+            resident.difference_update(event.keys)
         if step == "F5" and isinstance(event, LayerBegin):
             assert len(resident) == 5
         for action in policy.decide(event):
@@ -102,7 +102,7 @@ def test_ten_layers_hold_as_many_blocks_as_the_schedule_says() -> None:
                     assert key not in resident
                     resident.add(key)
         if isinstance(event, Saved):
-            resident.add(event.key)
+            resident.update(key for key, _ in event.blocks)
         held[step] = len(resident)
     assert [held[f"F{i}"] for i in range(10)] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
     assert [held[f"B{i}"] for i in reversed(range(10))] == [8, 5, 6, 5, 4, 3, 2, 3, 2, 1]

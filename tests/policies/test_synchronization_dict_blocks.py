@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.policies.events import begin_backward, layer_forward, tell
+from tests.policies.events import begin_backward, dropped, layer_forward, saved, tell
 from tiered_mem.policies import (
-    Dropped,
     Event,
     ForwardBegin,
     ForwardEnd,
@@ -15,7 +14,6 @@ from tiered_mem.policies import (
     Offload,
     Release,
     Reload,
-    Saved,
     SynchronizationDictPolicy,
 )
 
@@ -51,7 +49,7 @@ def test_a_block_that_a_kept_layer_saves_too_stays() -> None:
 def test_a_block_saved_after_its_layers_end_leaves_at_the_next_event(later: Event) -> None:
     policy = SynchronizationDictPolicy({0: (True, 2, False, 2)})
     tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 10)])
-    assert tell(policy, [Saved(GRAPH, 0, 11, nbytes=1)]) == []
+    assert tell(policy, [saved(GRAPH, 0, 11)]) == []
     assert tell(policy, [later]) == [Offload(11)]
     assert tell(policy, [LayerEnd(GRAPH, 1)]) == []
     assert tell(policy, [LayerBegin(GRAPH, 2)]) == [Release(10), Release(11)]
@@ -61,14 +59,14 @@ def test_a_block_saved_after_its_layers_end_leaves_at_the_next_event(later: Even
 def test_a_block_saved_after_its_layers_end_is_offloaded_before_it_is_released(at: LayerBegin) -> None:
     policy = SynchronizationDictPolicy({1: (not at.backward, at.layer, False, 2)})
     tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0), *layer_forward(GRAPH, 1, 10)])
-    tell(policy, [Saved(GRAPH, 1, 11, nbytes=1)])
+    tell(policy, [saved(GRAPH, 1, 11)])
     assert tell(policy, [at]) == [Offload(11), Release(10), Release(11)]
 
 
 def test_a_block_saved_after_its_layers_release_is_released_as_well() -> None:
     policy = SynchronizationDictPolicy({0: (True, 1, False, 1)})
     tell(policy, [ForwardBegin(GRAPH, 2), *layer_forward(GRAPH, 0, 10), LayerBegin(GRAPH, 1)])
-    tell(policy, [Saved(GRAPH, 0, 11, nbytes=1)])
+    tell(policy, [saved(GRAPH, 0, 11)])
     assert tell(policy, [ForwardEnd(GRAPH)]) == [Offload(11), Release(11)]
     assert begin_backward(policy, GRAPH, 1) == [Reload(10), Reload(11)]
 
@@ -76,7 +74,7 @@ def test_a_block_saved_after_its_layers_release_is_released_as_well() -> None:
 def test_a_block_saved_just_before_its_layers_reload_stays() -> None:
     policy = SynchronizationDictPolicy({0: (True, 1, True, 2)})
     tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 10), LayerBegin(GRAPH, 1)])
-    tell(policy, [Saved(GRAPH, 0, 11, nbytes=1)])
+    tell(policy, [saved(GRAPH, 0, 11)])
     assert tell(policy, [LayerBegin(GRAPH, 2), ForwardEnd(GRAPH)]) == [Reload(10), Reload(11)]
 
 
@@ -84,7 +82,7 @@ def test_a_block_saved_after_its_layers_reload_stays() -> None:
     policy = SynchronizationDictPolicy({0: (True, 1, True, 2)})
     tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 10)])
     assert tell(policy, [LayerBegin(GRAPH, 1), LayerBegin(GRAPH, 2)]) == [Release(10), Reload(10)]
-    tell(policy, [Saved(GRAPH, 0, 11, nbytes=1)])
+    tell(policy, [saved(GRAPH, 0, 11)])
     assert tell(policy, [ForwardEnd(GRAPH), LayerBegin(GRAPH, 0, backward=True)]) == []
 
 
@@ -98,7 +96,7 @@ def test_a_block_saved_by_two_graphs_is_the_later_ones() -> None:
 
 def test_dropped_blocks_are_not_named_again() -> None:
     policy = SynchronizationDictPolicy({0: (True, 2, False, 2)})
-    tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 10, 11, 12), Dropped(10)])
-    tell(policy, [Saved(GRAPH, 0, 13, nbytes=1), Dropped(13)])
-    assert tell(policy, [LayerBegin(GRAPH, 2), Dropped(11), ForwardEnd(GRAPH)]) == [Release(11), Release(12)]
+    tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 10, 11, 12), dropped(10)])
+    tell(policy, [saved(GRAPH, 0, 13), dropped(13)])
+    assert tell(policy, [LayerBegin(GRAPH, 2), dropped(11), ForwardEnd(GRAPH)]) == [Release(11), Release(12)]
     assert begin_backward(policy, GRAPH, 2) == [Reload(12)]

@@ -23,7 +23,7 @@ from tiered_mem.spill.checksums import DIGITS, checksum_by_name
 def test_known_values(name: str, data: bytes, digits: str) -> None:
     checksum = checksum_by_name(name)
     assert checksum.of(memoryview(data)) == digits
-    assert checksum.digits == len(digits) == DIGITS[name]
+    assert len(digits) == DIGITS[name]
     assert checksum.name == name
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.spill.folders import HOME, leave_dead, needs_root, nothing_new, tree, write
 from tests.spill.light import NOBODY, common_dir, output_of
 from tiered_mem.errors import SpillDirRefused
-from tiered_mem.spill import run_folder
+from tiered_mem.spill import home
 from tiered_mem.spill.folder import Owned, SpillFolder, owners, sweep
 
 
@@ -150,7 +150,7 @@ def test_a_start_waits_for_the_room_that_others_are_making(tmp_path: Path) -> No
 
 
 def test_a_start_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(home, "_PATIENCE_S", 0.05)
     path = leave_dead(tmp_path, going=True)
     with (path / "owner").open() as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)

@@ -11,11 +11,11 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def import_torch() -> dict[str, str]:
-    """Imports torch, and the installed backends after it. Returns why those that do not load do not, by name.
+    """Imports torch, and the installed backends after it. Returns the error of each that does not load, by name.
 
-    `import torch` loads them too, and fails as a whole where one of them does; it cannot be tried again in the same
-    process. Where torch is there already, or the environment says that no backend is to be loaded, none is.
-    Raises ImportError where there is no torch.
+    `import torch` loads them too, fails as a whole where one of them fails, and cannot be tried again in the same
+    process. No backend is loaded where torch is imported already, or where the environment forbids it. Raises
+    ImportError where there is no torch.
     """
     if "torch" in sys.modules:
         return {}

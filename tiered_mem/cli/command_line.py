@@ -1,4 +1,4 @@
-"""Reads the command line and runs what it asks for."""
+"""Reads the command line and runs it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _REFUSED = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `tiered-mem`, and return its exit status: 0; 1 where something is wrong; 2 for what cannot be done.
+    """Run `tiered-mem` and return its exit status: 0, 1 where something is wrong, 2 where it cannot be run.
 
-    arguments: without the program's name; by default the process's own.
+    arguments: without the program's name; by default those of the process.
     """
     try:
         with _files_removed_at_the_end():
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that does not end the process because of its arguments, nor prints its usage unasked."""
+    """A parser that neither ends the process because of its arguments nor prints its usage unasked."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _files_removed_at_the_end() -> Iterator[None]:
-    """A request to end is an exception, so that nothing stays behind."""
+    """Inside, a signal that ends the process raises SystemExit, so that nothing stays behind."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -31,10 +31,10 @@ _NOISE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """What was found; speeds are in 1e9 bytes per second.
+    """A measured drive. Speeds are in 1e9 bytes per second.
 
     filesystem: the kernel's name for it. direct_io: whether records go past the page cache. alignment: of direct
-    I/O, in bytes, None where the kernel does not tell. checksum: the name of the one that records get.
+    I/O, in bytes; None where the kernel does not tell. checksum: the name of the records' checksum.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Drive:
 def measure_drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Drive:
     """Writes and reads `nbytes` several times, in a folder that is gone afterwards.
 
-    advance: told how many bytes were moved since the last call; about 2 * ROUNDS * nbytes in all.
+    advance: called with the bytes that were moved since the last call; about 2 * ROUNDS * nbytes in all.
 
     Raises SpillDirRefused, ValueError where the drive has no room for as much, and OSError.
     """
@@ -101,7 +101,7 @@ def measure_drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Dr
 
 @contextmanager
 def _memory(count: int, nbytes: int) -> Iterator[list[Region]]:
-    """Regions of plain pages, full of what no file system can compress."""
+    """Regions of plain pages, full of bytes that no file system can compress."""
     noise = os.urandom(min(nbytes, _NOISE_BYTES))
     with SlabPool(PageableMemory(), count * nbytes) as pool:
         regions = [pool.allocate(nbytes) for _ in range(count)]
@@ -117,7 +117,7 @@ def _memory(count: int, nbytes: int) -> Iterator[list[Region]]:
 
 
 def _round(tier: DiskTier, regions: Sequence[Region], advance: Callable[[int], None]) -> tuple[float, float]:
-    """The speeds of writing and of reading a record from and to each region, some of which come several times."""
+    """The speeds of writing a record from each region and of reading it back. A region may come several times."""
     began = time.perf_counter()
     records = [
         tier.write([Piece("probe", region.ptr, region.nbytes, "uint8")], step=0, kind="probe") for region in regions

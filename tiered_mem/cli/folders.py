@@ -1,11 +1,10 @@
-"""What lies in a spill_dir: this user's folders, and whose the others are."""
+"""The folders in a spill_dir: this user's, and those of others."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pwd
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,30 +12,29 @@ from typing import TypeVar
 
 from ..errors import SpillDirRefused
 from ..spill.folder import Owned
+from ..spill.home import user_of
 
-_HOME = re.compile(r"tiered_mem-(\d+)", re.ASCII)
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """The folder of another user's spill files, which that user alone may enter."""
+    """The folder for another user's spill files, which that user alone may enter."""
 
     path: Path
     user: str
 
 
 def others(spill_dir: Path) -> list[Other]:
-    """Those of all other users. None where this user may not list the directory."""
+    """The folders of all other users. Empty where this user may not list the directory."""
     with contextlib.suppress(PermissionError):
-        found = ((name, _HOME.fullmatch(name)) for name in sorted(os.listdir(spill_dir)))
-        uids = [(name, int(match[1])) for name, match in found if match is not None]
-        return [Other(spill_dir / name, _user(uid)) for name, uid in uids if uid != os.geteuid()]
+        found = ((name, user_of(name)) for name in sorted(os.listdir(spill_dir)))
+        return [Other(spill_dir / name, _user(uid)) for name, uid in found if uid not in (None, os.geteuid())]
     return []
 
 
 def look_into(about: Callable[[Path], _T], spill_dir: Path) -> _T:
-    """`ask` for who writes nothing: a directory that is not there need not be made."""
+    """`ask` for commands that only look: for a missing directory the advice is not to make it."""
     with contextlib.suppress(PermissionError, NotADirectoryError):  # which `ask` puts in words
         try:
             spill_dir.lstat()
@@ -48,11 +46,11 @@ def look_into(about: Callable[[Path], _T], spill_dir: Path) -> _T:
 
 
 def ask(about: Callable[[Path], _T], spill_dir: Path) -> _T:
-    """Calls `owners` or `sweep`. Raises SpillDirRefused, also for what is no spill_dir but lies in one."""
-    match = _HOME.fullmatch(spill_dir.absolute().name)
-    if match is not None and spill_dir.is_dir():
+    """Calls `owners` or `sweep`. Raises SpillDirRefused, also for a folder inside a spill_dir."""
+    user = user_of(spill_dir.absolute().name)
+    if user is not None and spill_dir.is_dir():
         raise SpillDirRefused(
-            f"{spill_dir} holds the spill files of user {_user(int(match[1]))}; give the directory above it, "
+            f"{spill_dir} holds the spill files of user {_user(user)}; give the directory above it, "
             f"{spill_dir.absolute().parent}"
         )
     try:
@@ -64,7 +62,7 @@ def ask(about: Callable[[Path], _T], spill_dir: Path) -> _T:
 
 
 def described(owned: Owned) -> dict[str, object]:
-    """For JSON."""
+    """The folder for JSON."""
     return {
         "path": str(owned.path),
         "run": owned.run,

@@ -29,7 +29,7 @@ _MEANING = {
 
 @dataclass(slots=True)
 class _Seen:
-    """A process's folder, and what is in it. problem: why that is not known."""
+    """A process's folder and its records. problem: the reason why they are not known."""
 
     owned: Owned
     records: list[Found] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How fast copies are between a device and a slab of host memory."""
+"""The speed of copies between a device and a slab of host memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _ALIGNMENTS = [1 << bits for bits in range(31)]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What was measured, in 1e9 bytes per second.
+    """A measured link. Speeds are in 1e9 bytes per second.
 
-    device: its name. numa_node: where it is attached, None where that is not known. pin: the source of the host
-    memory, as TieringManager's `pin` names it. pinned: whether torch takes its memory for pinned. alignment: the
-    largest power of two up to 1 GiB that the slab's address is a multiple of. both: to and from the device at the
-    same time, together.
+    device: its name. numa_node: where it is attached; None where that is not known. pin: the source of the host
+    memory, as TieringManager's `pin` names it. pinned: whether torch takes that memory for pinned. alignment: the
+    largest power of two up to 1 GiB that divides the slab's address. both: the sum of both directions at once.
     """
 
     device: str
@@ -39,9 +38,9 @@ class Link:
 
 
 def link_to(asked: str | None) -> tuple[Link | None, str]:
-    """The link to the device that was asked for, or to torch's; where none was measured, why not.
+    """The link to the device `asked`, by default to torch's accelerator; or None and the reason.
 
-    Raises ValueError for a kind that is not known and DeviceUnavailable for a device that was asked for.
+    Raises ValueError for an unknown kind, and DeviceUnavailable where `asked` is not on this machine.
     """
     device, why = _device(asked)
     if device is None:
@@ -53,7 +52,7 @@ def link_to(asked: str | None) -> tuple[Link | None, str]:
 
 
 def measure_link(device: Device) -> Link:
-    """Copies 64 MiB at a time, 40 times or so. It takes 128 MiB of the device and of the host.
+    """Copies 64 MiB at a time, about 40 times. Takes 128 MiB of the device and of the host.
 
     Raises torch.OutOfMemoryError, and PinningFailed where there is no host memory at all.
     """
@@ -104,7 +103,7 @@ class Copy:
 
 
 def _speed(device: Device, copies: Sequence[Copy]) -> float:
-    """Of copies that begin together."""
+    """The speed of copies that begin together, in 1e9 bytes per second."""
     current = device.current_stream()
     start = device.timed_event(current)
     ends = []

@@ -1,4 +1,4 @@
-"""How results are shown: tables for people, JSON for programs, and a bar for what takes long."""
+"""Output: tables for people, JSON for programs, and a progress bar."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-# Where there is no terminal, whose width it were: a line of a table shall not be broken.
+# In characters. Where there is no terminal with a width of its own, lines of a table are not broken.
 _WIDE = 200
 
 
 def console() -> Console:
-    """The standard output. What is printed is no markup: names may hold brackets."""
+    """The standard output. Text is not taken for markup, for names may hold brackets."""
     width = None if sys.stdout.isatty() else _WIDE
     return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
 def write_json(result: object) -> None:
-    """As text to the standard output."""
+    """Writes `result` as JSON to the standard output."""
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 
 def table(title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]) -> Table:
-    """columns: by name, whether they hold numbers."""
+    """A table. columns: for each name, whether the column holds numbers."""
     made = Table(title=plain(title), title_justify="left", title_style="bold")
     for name, numbers in columns.items():
         made.add_column(name, justify="right" if numbers else "left", overflow="fold")
@@ -36,7 +36,7 @@ def table(title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[objec
 
 
 def byte_bar() -> Progress:
-    """A bar on the standard error, which is gone afterwards; nothing where that is no terminal."""
+    """A bar on the standard error that vanishes in the end; nothing where that is no terminal."""
     where = Console(stderr=True, markup=False, emoji=False)
     columns = (
         TextColumn("{task.description}"),
@@ -48,5 +48,5 @@ def byte_bar() -> Progress:
 
 
 def plain(text: str) -> str:
-    """The text without what a terminal would take for a command, as names of files may hold anything."""
+    """The text without control characters, as names of files may hold anything."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _link(asked: str | None) -> tuple[Link | None, str, dict[str, str]]:
-    """The link; where none was measured, why not; and why each backend of torch's that does not load does not."""
+    """The link, or None and the reason; and the errors of torch's backends that do not load, by name."""
     if asked == "cpu":
         return None, "it was not asked for", {}
     broken = import_torch()

@@ -9,23 +9,22 @@ from typing import Literal
 
 from ..errors import CorruptRecord
 from ..spill.folder import Owned
+from ..spill.home import OWNER
 from ..spill.reader import read_header, read_record
-from ..spill.record import Header
+from ..spill.record import NO_HEADER, Header
 
 State = Literal["whole", "right", "wrong", "unfinished", "changing"]
-
-_OWNER = "owner"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A file of a spill folder.
 
-    state: "whole" is a record whose data was not compared with a checksum, "right" and "wrong" are one whose data
-    was. "unfinished" is one whose write a dead process did not end. "changing" is a live process's, which was not,
-    or not for long enough, what it has to be: the process may have been writing it. A file with a damaged header,
-    or one that cannot be read, is "wrong" too.
-    header: None where there is none. problem: why it is not whole or right, else "".
+    state: "whole" is a record whose data was not compared with checksums, "right" and "wrong" are records whose
+        data was. "unfinished" is a record whose process died before it was written. "changing" is a file of a live
+        process that was not a sound record, or not for long enough: the process may have been writing it. A file
+        with a damaged header, or one that cannot be read, is "wrong" too.
+    header: None where there is none. problem: the reason why it is not whole or right, else "".
     """
 
     path: Path
@@ -36,17 +35,17 @@ class Found:
 
 
 def files_of(owned: Owned) -> list[Path]:
-    """All that may be a record. Raises OSError where this user may not list the folder."""
+    """All files that may be records. Raises OSError where this user may not list the folder."""
     try:
-        return sorted(owned.path / name for name in os.listdir(owned.path) if name != _OWNER)
+        return sorted(owned.path / name for name in os.listdir(owned.path) if name != OWNER)
     except FileNotFoundError:  # its process has ended, or another has swept it
         return []
 
 
 def look(path: Path, owned: Owned, *, verify: bool) -> Found | None:
-    """What a file is; None where it is gone.
+    """The state of a file; None where it is gone.
 
-    verify: read all of it, and compare the checksums. Raises ImportError where the package for them is missing.
+    verify: read all of it, and compare the checksums. Raises ImportError where their package is missing.
     """
     header = None
     nbytes = 0
@@ -69,14 +68,14 @@ def look(path: Path, owned: Owned, *, verify: bool) -> Found | None:
 
 
 def _state(path: Path, header: Header | None, owned: Owned, error: CorruptRecord) -> State:
-    """Of a file that does not hold what it should.
+    """The state of a file that is not a sound record.
 
-    A live process zeroes the header before it changes the data, and never writes the same one again. So data that
-    does not fit is wrong, for sure, only where the header is what it was before the data was read.
+    A live process zeroes the header before it changes the data, and never writes the same header again. So wrong
+    data is certainly wrong only where the header is the same before and after the data was read.
     """
     if not owned.alive:
-        # Just made, or not ended: the reader's word for a header that is zero.
-        return "unfinished" if header is None and error.found in (0, "zeros") else "wrong"
+        # Just made, with no bytes, or not ended.
+        return "unfinished" if header is None and error.found in (0, NO_HEADER) else "wrong"
     if header is None:
         return "changing"
     try:

@@ -20,7 +20,7 @@ from .synchronizers import (
 
 
 class CpuOffloadContext(LayerContext):
-    """Entered once for each layer. `offload_synchronizer` is what decides when the layers move."""
+    """Entered once for each layer. `offload_synchronizer` decides when the layers move."""
 
     def __init__(self, synchronizer: OffloadSynchronizer) -> None:
         super().__init__(synchronizer.sequence)
@@ -52,7 +52,7 @@ def get_cpu_offload_context(
 
     num_layers: how many layers move: at most model_layers - 1.
     model_layers: how many layers run in one iteration; with microbatches in flight, layers x microbatches.
-    manual_synchronization: the layers move when the user says, by a ManualOffloadSynchronizer that comes third.
+    manual_synchronization: the user moves the layers by a ManualOffloadSynchronizer, which is returned third.
     synchronization_dict: which layers move, and when, in place of num_layers: see SynchronizationDictPolicy.
     offload_stream: for the copies in both directions, with manual_synchronization only.
     device, host_bytes: as for TieringManager; the device is the current accelerator by default.

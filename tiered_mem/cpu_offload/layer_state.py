@@ -29,7 +29,7 @@ MIN_ELEMENTS = 256 * 1024
 
 
 class OffloadableLayerState:
-    """Offloads and reloads what is pushed, one step after the other, as often as one likes:
+    """Offloads and reloads pushed tensors, one step after the other, as often as the user likes:
 
         push_tensor, start_offload, release_activation_forward_gpu_memory, start_reload, pop_tensor,
         release_all_memory
@@ -39,7 +39,7 @@ class OffloadableLayerState:
     offload_stream: for the copies in both directions; its device is the tensors'.
     retain_pinned_cpu_buffers: host memory is kept in a pool and used again in any case.
     host_bytes: as for TieringManager.
-    manager: one that several states share, with a ManualPolicy, in place of one of its own; it has its own stream.
+    manager: shared by several states, with a ManualPolicy, in place of one of its own; it has its own stream.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OffloadableLayerState:
 
     @uninterrupted
     def push_tensor(self, tensor: torch.Tensor) -> Pushed:
-        """Takes a tensor over. It stays usable."""
+        """Takes over a tensor, which stays usable."""
         self._moves.require("push_tensor", "not_offloaded")
         if self._forward is None:
             self._forward = ForwardPass(self.manager.activations, self._movable, 1)
@@ -77,27 +77,27 @@ class OffloadableLayerState:
 
     @uninterrupted
     def start_offload(self) -> None:
-        """Starts to copy to the host what was pushed."""
+        """Starts to copy the pushed tensors to the host."""
         self._moves.start_offload(self._keys())
 
     @uninterrupted
     def release_activation_forward_gpu_memory(self) -> None:
-        """Gives up the device memory; what is issued on the current stream from now on comes after the copies."""
+        """Gives up the device memory. Later work on the current stream waits for the copies."""
         self._moves.release(self._keys())
 
     @uninterrupted
     def start_reload(self) -> None:
-        """Starts to copy back to the device."""
+        """Starts to copy the tensors back to the device."""
         self._moves.start_reload(self._keys())
 
     def pop_tensor(self, pushed: Pushed) -> torch.Tensor:
-        """The tensor, ready for what is issued on the current stream from now on. It can be popped again."""
+        """The tensor, ready for later work on the current stream. It can be popped again."""
         self._moves.require("pop_tensor", "not_offloaded", "reload_started")
         return self._tensors.pop(pushed)
 
     @uninterrupted
     def release_all_memory(self) -> None:
-        """Lets go of all that was pushed, in any state."""
+        """Drops all pushed tensors, in any state."""
         self._tensors.drop_all()
         if self._forward is not None:
             self._forward.end()
@@ -105,7 +105,7 @@ class OffloadableLayerState:
         self._moves = LayerMoves(self.manager.activations)
 
     def get_offloaded_total_size_mb(self) -> float:
-        """The size in MiB of what was offloaded and not let go of since; it may be back on the device."""
+        """The size in MiB of the tensors that were offloaded and not dropped since; they may be back."""
         return self.manager.activations.offloaded_bytes(self._keys()) / (1 << 20)
 
     def _keys(self) -> Iterable[int]:
@@ -113,7 +113,7 @@ class OffloadableLayerState:
 
 
 class LayerMoves:
-    """The steps of a layer's memory: each comes after the one before it."""
+    """The steps of a layer's memory, which come one after the other."""
 
     def __init__(self, activations: Activations) -> None:
         self._activations = activations
@@ -135,13 +135,13 @@ class LayerMoves:
         self.state = "reload_started"
 
     def require(self, step: str, *states: str) -> None:
-        """Raises RuntimeError in any other state."""
+        """Raises RuntimeError unless the state is one of `states`."""
         if self.state not in states:
             raise RuntimeError(f"Invalid state: {self.state} for {step}, must be one of {list(states)}")
 
 
 class PushedTensors:
-    """Saved tensors under numbers, which are never used twice, here or elsewhere."""
+    """Saved tensors under numbers. No number is ever used twice, here or elsewhere."""
 
     def __init__(self) -> None:
         # So that another one's number is an error here, and not another tensor.
@@ -163,7 +163,7 @@ class PushedTensors:
         return number
 
     def pop(self, pushed: Pushed) -> torch.Tensor:
-        """Raises RuntimeError for a number that was dropped, or is another's."""
+        """The tensor of a number. Raises RuntimeError where it was dropped, or is another object's."""
         if isinstance(pushed, torch.Tensor):
             return pushed
         if isinstance(pushed, tuple):
@@ -185,5 +185,5 @@ class PushedTensors:
 
 
 def device_of(stream: torch.Stream | None) -> str:
-    """The device of a stream, or the accelerator that is current."""
+    """The device of a stream, or the current accelerator."""
     return default_device() if stream is None else str(stream.device)

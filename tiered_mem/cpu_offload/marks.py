@@ -1,4 +1,4 @@
-"""What a user says of single tensors. A mark lies on the tensor's memory and holds for every view of it."""
+"""Marks on single tensors. A mark lies on the tensor's memory and holds for every view of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def mark_not_offload(*tensors: Any) -> None:
     """These tensors stay on the device, with all that shares their memory, for as long as that memory lives.
 
     A tensor that was saved already stays too, unless its copy has begun. Of tensors made of parts, all parts stay.
-    Takes tensors, Transformer Engine's storage classes, and None, which is passed over. TypeError for anything
+    Takes tensors, Transformer Engine's storage classes, and None, which is ignored. Raises TypeError for anything
     else.
     """
     for tensor in tensors:
@@ -22,7 +22,7 @@ def mark_not_offload(*tensors: Any) -> None:
 
 
 def mark_activation_offload(*tensors: Any) -> None:
-    """Only checks its arguments: whatever is large enough is offloaded, unless it is marked not to be.
+    """Only checks its arguments: every large tensor is offloaded, unless it is marked not to be.
 
     It does not undo mark_not_offload, whichever comes first.
     """
@@ -32,9 +32,9 @@ def mark_activation_offload(*tensors: Any) -> None:
 
 
 def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
-    """With offload_base_tensor, a view moves with the whole tensor that it is a view of, in one copy.
+    """With offload_base_tensor, a view moves with the whole of its base tensor, in one copy.
 
-    Otherwise it only checks its arguments: copies start when the layer ends, as all that it computed is ready then.
+    Otherwise it only checks its arguments: copies start when the layer ends, for then all its results are ready.
     """
     for tensor in tensors:
         for part in plain_tensors(tensor):
@@ -43,8 +43,8 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
 
 
 def is_cpu_offload_enabled() -> bool:
-    """Whether what this thread's operations save now goes through an offload context.
+    """Whether tensors that this thread's operations save now go through an offload context.
 
-    Autograd itself is asked. So it is False inside a checkpoint inside the context, whose own hooks come first.
+    It asks autograd itself. So it is False inside a checkpoint inside the context, whose own hooks come first.
     """
     return is_packing()

@@ -1,4 +1,4 @@
-"""Who says when the layers of a model move: a default schedule, a dictionary, or the user by hand."""
+"""Decide when the layers of a model move: by a default schedule, by a dictionary, or by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OffloadSynchronizer:
 
     num_layers: of one iteration; with several microbatches in flight, layers x microbatches. The layers are
         numbered in the order in which they begin, and after the last one the next is 0 again.
-    policy: what decides.
+    policy: decides when they move.
     retain_pinned_cpu_buffers: host memory is kept in a pool and used again in any case.
     offload_stream: for the copies in both directions, in place of a stream for each.
     device, host_bytes: as for TieringManager; the device is the current accelerator by default.
@@ -55,7 +55,7 @@ class OffloadSynchronizer:
 
     @uninterrupted
     def fwd_step(self) -> int:
-        """A layer's forward begins. Returns its number. With a new iteration all that was pushed is let go of."""
+        """A layer's forward begins. Returns its number. A new iteration drops all pushed tensors."""
         self.sequence.end()
         layer = self.sequence.begin()
         if self.sequence.forward.graph != self._graph:
@@ -65,7 +65,7 @@ class OffloadSynchronizer:
 
     @uninterrupted
     def bwd_step(self, layer_num: int) -> None:
-        """A layer's backward begins. What was pushed by the one before is let go of."""
+        """A layer's backward begins. Drops the tensors that the layer before pushed."""
         self.finish_part_of_bwd()
         self.sequence.end()
         self._backward_of = layer_num
@@ -73,29 +73,29 @@ class OffloadSynchronizer:
 
     @uninterrupted
     def finish_part_of_bwd(self) -> None:
-        """A backward is through: lets go of what the layer that it reached last had pushed."""
+        """A backward has ended. Drops the tensors that its last layer pushed."""
         if self._backward_of is not None:
             self._tensors.drop(self._backward_of)
         self._backward_of = None
 
     @uninterrupted
     def push_tensor(self, tensor: torch.Tensor) -> Pushed:
-        """Saves a tensor for the layer whose forward runs. RuntimeError before the first fwd_step."""
+        """Saves a tensor for the layer whose forward runs. Raises RuntimeError before the first fwd_step."""
         layer = self.sequence.layer
         if layer is None:
             raise RuntimeError("no layer's forward runs: call fwd_step first")
         return self._tensors.push(self.sequence.forward, layer, tensor) if self._offloads(layer) else tensor
 
     def pop_tensor(self, pushed: Pushed) -> torch.Tensor:
-        """The tensor that was pushed, whatever layer is current. RuntimeError if its layer was let go of."""
+        """A pushed tensor, whatever layer is current. Raises RuntimeError if its layer was dropped."""
         return self._tensors.pop(pushed)
 
     def get_offloaded_total_size_mb(self) -> float:
-        """The size in MiB of what this iteration has offloaded and still needs; it may be back on the device."""
+        """The size in MiB of the tensors that this iteration offloaded and still needs; they may be back."""
         return self.manager.activations.offloaded_bytes(self.sequence.keys()) / (1 << 20)
 
     def _offloads(self, layer: int) -> bool:
-        """Whether what the layer pushes is to be taken over at all."""
+        """Whether the tensors that the layer pushes are taken over."""
         return True
 
 
@@ -128,7 +128,7 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
 
 
 class SynchronizationDictSynchronizer(OffloadSynchronizer):
-    """The layers in a dictionary move, when it says: see SynchronizationDictPolicy."""
+    """The layers in a dictionary move, at the moments in it: see SynchronizationDictPolicy."""
 
     def __init__(
         self,
@@ -155,10 +155,10 @@ class SynchronizationDictSynchronizer(OffloadSynchronizer):
 
 
 class ManualOffloadSynchronizer(OffloadSynchronizer):
-    """A layer moves when the user says so, by its number. One that is never named stays on the device.
+    """The user moves each layer by its number. A layer that is never named stays on the device.
 
-    A step out of order is a RuntimeError, and so is a layer that this iteration has not begun. Backward needs no
-    step: what was not reloaded by then is fetched.
+    A step out of order raises RuntimeError, and so does a layer that this iteration has not begun. Backward needs
+    no step: it fetches what was not reloaded by then.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
 
     @uninterrupted
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
-        """Gives up their device memory; what is issued on the current stream from now on comes after the copies."""
+        """Gives up their device memory. Later work on the current stream waits for the copies."""
         self._moves_of(layer_id).release(self.sequence.forward.keys[layer_id])
 
     @uninterrupted

@@ -10,14 +10,14 @@ import torch
 
 from ..device import Device, Stream
 from ..errors import TierFull
+from ..fixed_slots import Exclusive
 from ..sizes import format_bytes
 from ..tiers import DeviceSlot
 from ..transfer import Ticket, TransferEngine
 from .bucket import Bucket, Leaving
 from .layout import Movable
 from .pipeline import AHEAD
-from .residence import Exclusive
-from .residences import Residences
+from .residence import Residences
 
 _log = logging.getLogger("tiered_mem.optimizer")
 

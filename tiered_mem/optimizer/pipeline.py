@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import torch
 
 from ..device import Device, Stream
+from ..fixed_slots import Exclusive
 from ..tiers import DeviceSlot, HostSlot
 from ..transfer import Ticket, TransferEngine
 from .bucket import Bucket
 from .layout import Movable
 from .partial_step import Param
-from .residence import Exclusive, Residence
+from .residence import Residence
 from .ring import Range, Ring
 
 # How many buckets a step is ahead with reads from disk.

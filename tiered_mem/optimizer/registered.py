@@ -10,13 +10,13 @@ from typing import Literal, get_args
 import torch
 
 from ..device import Device
+from ..fixed_slots import Exclusive
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
 from ..tiers import HostTier
 from ..transfer import TransferEngine
 from .known import check_has_states
-from .residence import Exclusive
-from .residences import DiskResidences, HostResidences, Residences
+from .residence import Residences
 from .states import States
 from .tiered_optimizer import TieredOptimizer
 
@@ -58,11 +58,10 @@ class RegisteredOptimizers:
         if residency not in get_args(Residency):
             names = ", ".join(map(repr, get_args(Residency)))
             raise ValueError(f"residency is {residency!r}; there are {names}")
-        residences: Residences = HostResidences(self._host, self._exclusive)
-        if residency == "disk":
-            if self._disk is None:
-                raise ValueError("residency 'disk' needs a disk tier: make the manager with a spill_dir")
-            residences = DiskResidences(self._host, self._disk, self._exclusive, bucket_bytes)
+        if residency == "disk" and self._disk is None:
+            raise ValueError("residency 'disk' needs a disk tier: make the manager with a spill_dir")
+        disk = self._disk if residency == "disk" else None
+        residences = Residences(self._host, disk, self._exclusive, bucket_bytes)
         states = States(
             optimizer,
             self._device,

@@ -15,6 +15,7 @@ import torch
 
 from ..device import Device
 from ..errors import Closed, InterruptedStep
+from ..fixed_slots import Exclusive
 from ..interrupts import interruptible, uninterrupted
 from ..transfer import TransferEngine
 from .backward_watch import BackwardWatch
@@ -24,8 +25,7 @@ from .layout import Layout, Movable, layout_of
 from .own_tensors import OwnTensors
 from .partial_step import Param, PartialStep, State, bare_step
 from .pipeline import AHEAD, Pipeline
-from .residence import Exclusive
-from .residences import Residences
+from .residence import Residences
 from .snapshot import on_cpu, with_tensors
 from .step_choice import StepChoice
 from .trial import Trial
@@ -415,8 +415,7 @@ class States:
     @property
     def host_bytes(self) -> int:
         """The host memory that is taken for states, or to stage them on their ways to disk and back."""
-        resting = sum(bucket.residence.nbytes for bucket in self.buckets if bucket.residence is not None)
-        return self._residences.host_bytes(resting)
+        return self._residences.host_bytes
 
     def _not_inside(self, what: str) -> None:
         if self._whole.here:

@@ -1,4 +1,4 @@
-"""Checksums of what lies in a spill file, by name."""
+"""Checksums of the data in a spill file, by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ class Checksum(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def digits(self) -> int: ...
 
     def of(self, data: memoryview, /) -> str:
         """The checksum of contiguous memory, as lower-case hex digits. Nothing is copied."""
@@ -49,10 +46,6 @@ def checksum_by_name(name: str | None) -> Checksum:
 class _Function:
     name: str
     of: Callable[[memoryview], str]
-
-    @property
-    def digits(self) -> int:
-        return DIGITS[self.name]
 
 
 def _crc32(data: memoryview) -> str:

@@ -17,9 +17,9 @@ _log = logging.getLogger("tiered_mem.spill")
 
 
 def direct_io_works(folder: SpillFolder, files: Files) -> bool:
-    """Whether direct I/O does in this folder, by trying; if not, ordinary I/O does.
+    """Whether direct I/O works in this folder, found by a trial. If it does not, ordinary I/O does.
 
-    Raises SpillDirRefused where neither does.
+    Raises SpillDirRefused where neither works.
     """
     try:
         _try(folder, files, "direct.trial", direct=True)
@@ -41,7 +41,7 @@ def direct_io_works(folder: SpillFolder, files: Files) -> bool:
 
 
 def _try(folder: SpillFolder, files: Files, name: str, *, direct: bool) -> None:
-    """Writes and reads a block at the least offset and address that records use. Raises OSError."""
+    """Writes and reads a block with the smallest alignment that records use. Raises OSError."""
     fd = files.create(folder, name, direct)
     try:
         with pages(2 * ALIGNMENT) as start:

@@ -1,4 +1,4 @@
-"""A record of the disk tier, and what the tier counts."""
+"""A record of the disk tier, and the tier's counters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .write_gate import State
 class Record:
     """One file's worth of memory, on its way to the drive or there.
 
-    number: differs from any other's. nbytes: what its file takes. job: the write; once it is done without an error,
-    the record is on the drive. The rest is the tier's.
+    number: no other record of the tier has it. nbytes: the size of its file. job: the write; once it is done
+    without an error, the record is on the drive. The rest is the tier's.
     """
 
     number: int
@@ -34,7 +34,7 @@ class Record:
 
     @property
     def cost(self) -> int:
-        """The most that writing it may write: also the end of the record that its file held before."""
+        """The most bytes that writing it takes, with the zeros that first end the older record in its file."""
         return self.nbytes + ALIGNMENT
 
 
@@ -42,7 +42,7 @@ OperationKind = Literal["read", "write"]
 
 
 class Operation(NamedTuple):
-    """A read or a write that has ended, well or not. began, ended: as time.perf_counter tells it, in seconds."""
+    """A read or a write that has ended, well or not. began, ended: seconds of time.perf_counter."""
 
     kind: OperationKind
     nbytes: int
@@ -52,7 +52,7 @@ class Operation(NamedTuple):
 
 @dataclass(slots=True)
 class Counts:
-    """Of the records that are not released, and of what was done. As in `DiskStats`."""
+    """Counts records that are not released, and operations. The names are those of `DiskStats`."""
 
     used: int = 0
     peak: int = 0
@@ -66,7 +66,7 @@ class Counts:
         self.records += 1
 
     def remove(self, record: Record) -> None:
-        """Again does nothing."""
+        """Idempotent."""
         if record.counted:
             record.counted = False
             self.used -= record.nbytes
@@ -77,12 +77,12 @@ class Counts:
 class DiskStats:
     """The state of a `DiskTier`: bytes, unless said otherwise.
 
-    `used` is taken by the files of `records` records now, and was `peak` at most. `reserved` is taken by all files,
-    of which there are `files`; some wait to be used again. `written` went to the drive, `read` came from it, and
-    `failures` operations ended in an error. `direct`: whether it is done by direct I/O.
+    The files of `records` records take `used` now, and took `peak` at most. All `files` files take `reserved`; some
+    of them wait to be used again. `written` went to the drive, `read` came from it, and `failures` operations ended
+    in an error. `direct`: whether files are opened for direct I/O.
 
-    state: "failing" after a failed write until one succeeds; "budget spent" where the last write that was asked for
-    was more than is left of the write budget; else "ok".
+    state: "failing" after a failed write until one succeeds; "budget spent" where the last requested write was more
+    than the rest of the write budget; else "ok".
     """
 
     capacity: int

@@ -1,4 +1,4 @@
-"""The disk tier: takes records from memory and gives them back, within the bytes that it was given."""
+"""The disk tier: takes records from memory and gives them back, within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _log = logging.getLogger("tiered_mem.spill")
 class DiskTier:
     """Records in the files of a private folder below `spill_dir`.
 
-    What is begun goes on by itself, on `workers` threads, reads before writes. Only `close` waits for the drive.
-    Every method may be called from any thread. A forked child has no part in it: its calls raise Closed or do
+    Operations go on by themselves, on `workers` threads, reads before writes. Only `close` waits for the drive.
+    Every method may be called from any thread. A forked child has no part in the tier: its calls raise Closed or do
     nothing.
 
-    A read gives what was written, or its job has an error. A failed write costs nothing but time, as long as the
-    memory is kept until its job is done without one: writing then pauses for 1 s, twice as long each time, up to
-    60 s.
+    A read gives what was written, or its job has an error. A failed write costs only time, as long as the caller
+    keeps the memory until the job is done without an error. Writing then pauses for 1 s, twice as long each time,
+    up to 60 s.
 
     capacity: the bytes that all files together may take; None is half of what is free.
     write_budget: the bytes that may be written in all, as drives wear out.
     checksum: "xxh3_64", "crc32", "none", or None for the fastest there is.
     files, clock: for tests.
 
-    Raises SpillDirRefused, ValueError for a capacity that holds no record or that the file system has not got, and
-    what `checksum_by_name` does.
+    Raises SpillDirRefused, ValueError for a capacity that holds no record or that the file system does not have,
+    and the errors of `checksum_by_name`.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class DiskTier:
         return self._capacity
 
     def accepts(self, nbytes: int) -> bool:
-        """Whether `write` would begin to write so many bytes now, each piece counted in whole 4096.
+        """Whether `write` would begin to write `nbytes` now, the sum of pieces that are each rounded up to 4096.
 
-        Of hundreds of pieces the header takes more than 4096, and `write` may say no nevertheless.
+        The header of hundreds of pieces takes more than 4096 bytes, and then `write` may refuse nevertheless.
         """
         if not self._is_open():
             return False
@@ -116,9 +116,9 @@ class DiskTier:
     def write(self, pieces: Sequence[Piece], *, step: int, kind: str) -> Record:
         """Begin to write a record. The memory must stay as it is until the record's job is done.
 
-        step, kind: for whoever looks into the file; see `Header`.
+        step, kind: notes for people who look into the file; see `Header`.
 
-        Raises TierFull where `accepts` says no, ValueError for pieces that no record can have, and Closed.
+        Raises TierFull where `accepts` is False, ValueError for pieces that no record can have, and Closed.
         """
         pieces = tuple(pieces)
         for piece in pieces:
@@ -142,11 +142,11 @@ class DiskTier:
     def read(self, record: Record, wanted: Sequence[tuple[int, int]]) -> Job:
         """Begin to read pieces of a record that is written: the index of each, and the address that it goes to.
 
-        The memory must be left to the operation until the job is done, up to the next multiple of 4096 behind each
-        piece. What is in it is undefined if the job ends with an error: CorruptRecord where the file does not hold
+        The memory belongs to the operation until the job is done, up to the next multiple of 4096 behind each
+        piece. Its contents are undefined if the job ends with an error: CorruptRecord where the file does not hold
         what was written, or OSError.
 
-        Raises ValueError for a record that is not written or was released, an index that it has not got, or an
+        Raises ValueError for a record that is not written or was released, an index that it does not have, or an
         address that is no multiple of 4096, and Closed.
         """
         wanted = tuple(wanted)
@@ -166,10 +166,10 @@ class DiskTier:
             return self._queue.submit(work, urgent=True)
 
     def release(self, record: Record) -> None:
-        """Give up a record. Its file is used again when nothing that has begun needs it. Again does nothing.
+        """Give up a record. Its file is used again when no operation needs it any more. Idempotent.
 
-        A write that has not begun does not happen, and its job is done at once. One that has begun goes on reading
-        the memory until its job is done.
+        A write that has not begun is cancelled, and its job is done at once. One that has begun reads the memory
+        until its job is done.
         """
         if not self._is_open():
             return
@@ -200,14 +200,14 @@ class DiskTier:
             )
 
     def watch(self, watcher: Callable[[Operation], None]) -> None:
-        """Have it called for each operation that ends from now on, by the thread that has done it."""
+        """Have `watcher` called for each operation that ends from now on, by the thread that did it."""
         with self._lock:
             self._watchers += (watcher,)
 
     def close(self) -> None:
         """End the threads and remove the folder, after the reads and the writes that are under way.
 
-        Writes that have not begun do not happen. Closing again does nothing.
+        Writes that have not begun are cancelled. Idempotent.
         """
         if os.getpid() != self._pid:
             return
@@ -278,13 +278,13 @@ class DiskTier:
         self._recycle(record)
 
     def _recycle(self, record: Record) -> None:
-        """Gives the file of a released record back, once nothing needs it."""
+        """Gives the file of a released record back, once no operation needs it."""
         if record.released and record.operations == 0 and record.file is not None:
             self._files.give_back(record.file, sound=record.sound)
             record.file = None
 
     def _refusal(self, file_bytes: int) -> TierFull | None:
-        """Why a write of so much may not begin now."""
+        """The error for a write that may not begin now; None if it may."""
         available = self._files.available
         advice = self._gate.refusal(file_bytes + ALIGNMENT)
         if advice is None and file_bytes > available:

@@ -1,4 +1,4 @@
-"""How many bytes the files of a spill folder take, and which of them is used again."""
+"""Keeps the files of a spill folder within a limit of bytes, and uses them again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FilePool:
-    """Makes files, uses them again, and drops those that nobody needs where room is short.
+    """Makes files, uses them again, and removes unneeded ones where room is short.
 
     Their lengths never add up to more than `capacity` bytes: room is claimed before a file grows, and given back
-    after one has shrunk or is gone. Only `writing` and `reading` wait for the drive, without the lock.
+    after it has shrunk or is gone. Only `writing` and `reading` wait for the drive, and they hold no lock.
     """
 
     def __init__(self, folder: SpillFolder, files: Files, *, capacity: int, direct: bool) -> None:
@@ -43,7 +43,7 @@ class FilePool:
 
     @property
     def reserved(self) -> int:
-        """The bytes of all files, and those that are claimed."""
+        """The bytes of all files and of all claims."""
         with self._lock:
             return self._reserved
 
@@ -54,10 +54,7 @@ class FilePool:
             return self._count
 
     def claim(self, nbytes: int) -> Claim:
-        """Room for a file of so many bytes: one that is free, others that have to go, more of the drive.
-
-        Raises TierFull.
-        """
+        """Room for a file of `nbytes`: a free file, others to remove, and more of the drive. Raises TierFull."""
         with self._lock:
             if nbytes > self._available():
                 raise self.full(nbytes, self._available(), "raise spill_bytes, or offload less")
@@ -70,14 +67,14 @@ class FilePool:
             return claim
 
     def cancel(self, claim: Claim) -> None:
-        """Give back a claim that was not written to, or not well."""
+        """Give back a claim whose write did not happen, or failed."""
         with self._lock:
             self._settle(claim)
             if claim.reused is not None:
                 self._free.add(claim.reused)
 
     def give_back(self, file: SpillFile, *, sound: bool) -> None:
-        """Nobody needs what is in a file. It is used again if it is sound, else removed by the next claim."""
+        """Nobody needs the file's record. A sound file is used again, another one is removed by the next claim."""
         with self._lock:
             if sound:
                 self._free.add(file)
@@ -86,9 +83,9 @@ class FilePool:
 
     @contextlib.contextmanager
     def writing(self, claim: Claim) -> Iterator[OpenFile]:
-        """A file of the size that was claimed.
+        """An open file of the claimed size.
 
-        If this, or what is done with the file, raises, the file is removed, and the claim has to be given back.
+        After an error, here or in the caller's block, the file is removed and the caller has to cancel the claim.
         Raises OSError, and TierFull where the file system has no room.
         """
         opened = None
@@ -125,7 +122,7 @@ class FilePool:
         return self._files.path(file)
 
     def full(self, needed: int, free: int, advice: str, but: int = 0) -> TierFull:
-        """The error for a lack of room. but: bytes that are claimed, and do not count."""
+        """The error for a lack of room. but: claimed bytes that do not count as used."""
         used = self._reserved - self._free.nbytes - but
         return TierFull("disk", needed=needed, free=free, used=used, limit=self._capacity, advice=advice)
 
@@ -176,7 +173,7 @@ class FilePool:
             self._files.allocate(opened, nbytes)
 
     def _drop_free(self) -> bool:
-        """Whether there was anything to drop."""
+        """Removes the free files. Returns whether there were any."""
         with self._lock:
             files = self._free.take_usable()
         unneeded = Claim(0, None, [*files])
@@ -185,7 +182,7 @@ class FilePool:
         return bool(files)
 
     def _drop_for(self, claim: Claim) -> None:
-        """Removes what a claim has to drop, and gives it the bytes. It keeps what cannot be removed."""
+        """Removes the files that a claim has to drop, and gives it their bytes. Others stay in the claim."""
         for file in tuple(claim.drop):
             if self._files.remove(file):
                 with self._lock:
@@ -194,7 +191,7 @@ class FilePool:
                     self._count -= 1
 
     def _settle(self, claim: Claim) -> None:
-        """Gives back what a claim has and its file has not."""
+        """Gives back the bytes of a claim that its file did not take."""
         self._reserved -= claim.extra
         claim.extra = 0
         for file in claim.drop:
@@ -211,7 +208,7 @@ class FilePool:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """What becomes a file of `nbytes`: a free one, others that have to go, and `extra` bytes that are no file's."""
+    """Room for a file of `nbytes`: a free file, others to remove, and `extra` bytes that belong to no file."""
 
     nbytes: int
     reused: SpillFile | None

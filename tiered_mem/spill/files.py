@@ -19,17 +19,17 @@ _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Files(Protocol):
-    """What the disk tier asks of files. Each call raises OSError, and blocks; none holds the GIL meanwhile.
+    """The disk tier's calls on files. Each raises OSError, and blocks without holding the GIL.
 
     `ptr` is an address, `nbytes` and `offset` are bytes; with direct I/O all three are multiples of 4096.
     """
 
     def create(self, folder: SpillFolder, name: str, direct: bool) -> int:
-        """Make a file, which must not be there yet, and return a descriptor for reading and writing."""
+        """Make a file, which must not exist yet, and return a descriptor for reading and writing."""
         ...
 
     def open(self, folder: SpillFolder, name: str, direct: bool, *, write: bool) -> int:
-        """Return a descriptor of a file that is there, for reading, and for writing if that is asked for."""
+        """Return a descriptor of an existing file for reading, and for writing where `write` is True."""
         ...
 
     def pread(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
@@ -41,10 +41,7 @@ class Files(Protocol):
         ...
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Make a file so long, which is longer than it was, with room on the drive.
-
-        One that fails may keep what it got.
-        """
+        """Make a file longer, with room on the drive. A failed call may keep a part of the room."""
         ...
 
     def truncate(self, fd: int, nbytes: int) -> None: ...
@@ -52,7 +49,7 @@ class Files(Protocol):
     def stat(self, fd: int) -> os.stat_result: ...
 
     def sync(self, fd: int) -> None:
-        """Wait until what was written is on the drive. Errors of earlier, buffered writes show here."""
+        """Wait until all writes are on the drive. Raises the errors of earlier, buffered writes too."""
         ...
 
     def advise_dropped(self, fd: int) -> None:
@@ -60,7 +57,7 @@ class Files(Protocol):
         ...
 
     def close(self, fd: int) -> None:
-        """The descriptor is gone, even where this raises."""
+        """Close the descriptor. It is closed even where this raises."""
         ...
 
     def remove(self, folder: SpillFolder, name: str) -> None: ...

@@ -1,4 +1,4 @@
-"""What a file system is, and what it says of direct I/O."""
+"""The kind of a file system, and its alignment for direct I/O."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class FileSystem:
 
     @property
     def network(self) -> bool:
-        """Whether other machines may use it too, which is also said of all file systems in user space."""
+        """Whether other machines may use it too. File systems in user space count as such."""
         return self.name in _NETWORK or self.name.startswith("fuse.")
 
 
 def filesystem_of(path: str | os.PathLike[str] | int, proc: Path = Path("/proc/self")) -> FileSystem:
     """The file system that a path, or an open file, lies on. Raises OSError where there is no such file.
 
-    proc: what the kernel says of this process.
+    proc: the kernel's folder about this process.
     """
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC) if not isinstance(path, int) else path
     try:
@@ -61,10 +61,10 @@ def filesystem_of(path: str | os.PathLike[str] | int, proc: Path = Path("/proc/s
 
 
 def direct_io_alignment(path: str | os.PathLike[str]) -> int | None:
-    """What addresses, offsets and sizes of direct I/O on a file must be multiples of, in bytes.
+    """The bytes that addresses, offsets and sizes of direct I/O on a file must be multiples of.
 
-    0 where the file takes no direct I/O; None where the kernel, before Linux 6.1, or the file system does not
-    tell. Raises OSError where there is no such file.
+    0 where the file takes no direct I/O; None where the kernel (before Linux 6.1) or the file system does not tell.
+    Raises OSError where there is no such file.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "statx"):

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ..errors import Closed, SpillDirRefused
 from ..sizes import format_bytes
-from .home import Home
-from .run_folder import OWNER, RunFolder
+from .home import OWNER, Home, RunFolder
 
 _ATTEMPTS = 100
 
@@ -25,22 +24,23 @@ class SpillFolder:
     """A folder below the user's spill_dir that only this process uses.
 
     It is <spill_dir>/tiered_mem-<uid>/<run>-<pid>-<random>/, and no other user may enter it. The file `owner` in it
-    says whose it is. The process keeps that file locked, and the kernel drops the lock when the process ends,
-    however it ends. So whoever starts next can tell this user's dead processes, and removes their folders first.
+    names its process. The process keeps that file locked, and the kernel drops the lock when the process ends,
+    however it ends. So the next process can tell which of this user's processes are dead, and removes their folders
+    first.
 
-    The folder is removed by `close`, when nothing refers to it any more, or at exit. A forked child has no part
-    in it: there, its methods raise `Closed`, it is not removed, and the child does not keep it alive. Only a child
+    The folder is removed by `close`, when nothing refers to it any more, or at exit. A forked child has no part in
+    it: there the methods raise `Closed`, and the child neither removes the folder nor keeps it alive. Only a child
     that was forked behind Python's back, and runs no other program, keeps it from being swept while it lives.
 
-    spill_dir: a directory on a local drive; it must exist, and be no link.
-    run: up to 100 letters, digits, "_", "-" and ".", not beginning with one of the last two.
-    Raises SpillDirRefused, and ValueError for such a run.
+    spill_dir: a directory on a local drive. It must exist and must not be a link.
+    run: up to 100 letters, digits, "_", "-" and ".", not starting with "-" or ".".
+    Raises SpillDirRefused, and ValueError for any other run.
     """
 
     def __init__(self, spill_dir: str | os.PathLike[str], *, run: str) -> None:
         if not re.fullmatch(r"\w[\w.-]{0,99}", run, re.ASCII):
             raise ValueError(
-                f"run: up to 100 letters, digits, '_', '-' and '.', begun by none of '-.', not {run!r}"
+                f"run: up to 100 letters, digits, '_', '-' and '.', not starting with '-' or '.', not {run!r}"
             )
         self.run = run
         self._folder = _made(spill_dir, run)
@@ -51,11 +51,11 @@ class SpillFolder:
         self._warn()
 
     def create(self, name: str, flags: int = 0) -> int:
-        """A new file, opened for reading and writing, with flags added such as os.O_DIRECT. Raises OSError."""
+        """Make a file and open it for reading and writing. flags: more, such as os.O_DIRECT. Raises OSError."""
         return self._open(name, os.O_CREAT | os.O_EXCL | flags)
 
     def open(self, name: str, flags: int = 0) -> int:
-        """A file that is there, opened as `create` does. Raises OSError, for a link too."""
+        """Open an existing file as `create` does. Raises OSError, for a link too."""
         return self._open(name, flags)
 
     def remove(self, name: str) -> None:
@@ -63,14 +63,14 @@ class SpillFolder:
         os.unlink(_checked(name), dir_fd=self._fd())
 
     def free_bytes(self) -> int:
-        """What the file system has left for this user, in bytes. Quotas may leave less."""
+        """The bytes that the file system has left for this user. Quotas may leave less."""
         found = os.fstatvfs(self._fd())
         return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
-        """Remove the folder and its files; what cannot be removed is logged. May be called again.
+        """Remove the folder and its files, and log what cannot be removed. Idempotent.
 
-        What somebody else has put there stays: folders, and other users' files. A link is removed, not followed.
+        Folders inside and other users' files stay. A link is removed, not followed.
         """
         self._end()
 
@@ -103,7 +103,7 @@ class SpillFolder:
 class Owned:
     """A folder of this user's, as it was found.
 
-    alive: whether its process is, as far as can be told: on a network file system, other machines' are taken to be.
+    alive: whether its process lives. On a network file system the processes of other machines count as alive.
     nbytes: the sizes of its files together, without the owner file. files: their number.
     """
 
@@ -116,12 +116,12 @@ class Owned:
 
 
 def owners(spill_dir: str | os.PathLike[str]) -> list[Owned]:
-    """All folders of this user's below spill_dir. Raises SpillDirRefused."""
+    """All folders of this user below spill_dir. Raises SpillDirRefused."""
     found: list[Owned] = []
-    with contextlib.suppress(FileNotFoundError), Home(spill_dir) as home:
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(Home(spill_dir)) as home:
         for name in home.names():
             if (folder := home.open(name)) is not None:
-                with folder:
+                with contextlib.closing(folder):
                     alive = not folder.going and (folder.elsewhere() or not folder.lock(fcntl.LOCK_SH))
                     if folder.is_there():
                         found.append(_owned(folder, alive))
@@ -129,9 +129,9 @@ def owners(spill_dir: str | os.PathLike[str]) -> list[Owned]:
 
 
 def sweep(spill_dir: str | os.PathLike[str]) -> list[Owned]:
-    """Remove the folders of this user's dead processes, and return what they were. Raises SpillDirRefused."""
+    """Remove the folders of this user's dead processes, and return them. Raises SpillDirRefused."""
     swept: list[Owned] = []
-    with contextlib.suppress(FileNotFoundError), Home(spill_dir) as home:
+    with contextlib.suppress(FileNotFoundError), contextlib.closing(Home(spill_dir)) as home:
         swept += _sweep(home)
         home.remove_if_empty()
     return swept
@@ -172,7 +172,7 @@ def _sweep(home: Home) -> list[Owned]:
             if folder is None:
                 home.remove_unowned(name)
                 continue
-            with folder:
+            with contextlib.closing(folder):
                 if not folder.elsewhere() and folder.lock(fcntl.LOCK_EX, wait=going):
                     found = _owned(folder, alive=False)
                     if folder.remove():
@@ -198,7 +198,7 @@ def _remove(folder: RunFolder, pid: int) -> None:
 
 
 def _leave_to_the_parent(folder: SpillFolder | None) -> None:
-    """In a forked child: close what it has inherited, since a lock lasts until all copies are closed."""
+    """In a forked child: close the inherited files, since a lock lasts until all copies are closed."""
     if folder is not None and folder._end.detach() is not None:
         folder._folder.close()
         folder._folder.home.close()

@@ -1,4 +1,4 @@
-"""Opens and removes the files of one spill folder, and tells whether each is still the one it was."""
+"""Opens and removes the files of one spill folder, and checks that each is still the same file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAKEN_AWAY = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENX
 
 
 class FolderFiles:
-    """The files of a folder by their names. Everything here waits for the drive, and raises OSError.
+    """The files of a folder by their names. Every method waits for the drive, and raises OSError.
 
     direct: open them for direct I/O.
     """
@@ -31,7 +31,7 @@ class FolderFiles:
         return OpenFile(SpillFile(name), self._files.create(self._folder, name, self._direct), reused=False)
 
     def open(self, file: SpillFile, *, write: bool) -> OpenFile:
-        """Open a file that was finished. Raises CorruptRecord where it is gone, or is another one now."""
+        """Open a finished file. Raises CorruptRecord where it is gone, or another file has its name."""
         try:
             fd = self._files.open(self._folder, file.name, self._direct, write=write)
         except OSError as error:
@@ -50,7 +50,7 @@ class FolderFiles:
         return opened
 
     def allocate(self, opened: OpenFile, nbytes: int) -> None:
-        """Make a file longer, with room on the drive. One that fails may have taken some of it."""
+        """Make a file longer, with room on the drive. A failed call may keep a part of the room."""
         self._files.allocate(opened.fd, nbytes)
 
     def truncate(self, opened: OpenFile, nbytes: int) -> None:
@@ -58,17 +58,17 @@ class FolderFiles:
         self._files.truncate(opened.fd, nbytes)
 
     def finish(self, opened: OpenFile) -> None:
-        """Close a file in which all is as it shall be."""
+        """Close a file whose contents are complete."""
         opened.file.identity = self._identity(opened)
         self._close(opened)
 
     def abandon(self, opened: OpenFile) -> None:
-        """Close a file, if it is open, from which nothing more is wanted. Raises nothing."""
+        """Close a file if it is open, whatever is in it. Raises nothing."""
         with contextlib.suppress(OSError):
             self._close(opened)
 
     def remove(self, file: SpillFile) -> bool:
-        """Whether the file is gone. Raises nothing."""
+        """Removes a file. Returns whether it is gone. Raises nothing."""
         try:
             self._files.remove(self._folder, file.name)
         except FileNotFoundError:
@@ -92,7 +92,7 @@ class FolderFiles:
 
 @dataclass(slots=True, eq=False)
 class SpillFile:
-    """A file of a spill folder. nbytes: its length, or what it may have at most."""
+    """A file of a spill folder. nbytes: its length, or the limit of it."""
 
     name: str
     nbytes: int = 0
@@ -101,7 +101,7 @@ class SpillFile:
 
 @dataclass(slots=True, eq=False)
 class OpenFile:
-    """fd: below 0 once it is closed. reused: something else may be in it still."""
+    """fd: below 0 once it is closed. reused: an older record may still be in it."""
 
     file: SpillFile
     fd: int
@@ -109,7 +109,7 @@ class OpenFile:
 
 
 class Identity(NamedTuple):
-    """What tells a file from any other, and from itself after its length was changed."""
+    """Tells a file from any other, and from itself after its length was changed."""
 
     device: int
     inode: int

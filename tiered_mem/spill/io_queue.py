@@ -1,4 +1,4 @@
-"""The threads that do the disk tier's I/O."""
+"""The disk tier's threads for I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 
 
 class IoQueue:
-    """Runs jobs on `workers` threads of its own: the urgent ones first, else in the order in which they came."""
+    """Runs jobs on `workers` threads of its own: urgent ones first, others in their order."""
 
     def __init__(self, workers: int, name: str) -> None:
         if workers < 1:
@@ -30,7 +30,7 @@ class IoQueue:
             raise
 
     def submit(self, run: Callable[[], None], *, urgent: bool) -> Job:
-        """Have `run` called by one of the threads. Raises RuntimeError once closed."""
+        """Have one of the threads call `run`. Raises RuntimeError once closed."""
         job = Job(run)
         with self._changed:
             if self._closed:
@@ -40,7 +40,7 @@ class IoQueue:
         return job
 
     def cancel(self, job: Job) -> bool:
-        """Take back a job that is not urgent and has not begun; False if it has. Its error is a CancelledError."""
+        """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
         with self._changed:
             if job not in self._later:
                 return False
@@ -49,7 +49,7 @@ class IoQueue:
         return True
 
     def close(self) -> None:
-        """End the threads once every urgent job, and what they are at, is done. The other jobs are cancelled."""
+        """Cancel the jobs that are not urgent and have not begun, and end the threads after all others."""
         with self._changed:
             self._closed = True
             cancelled = list(self._later)
@@ -78,7 +78,7 @@ class IoQueue:
 
 
 class Job:
-    """An operation on the drive, which goes on by itself."""
+    """An operation on the drive that a thread of the queue does."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
@@ -92,11 +92,11 @@ class Job:
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong. None while it is under way, and after success."""
+        """Its error. None while it is under way, and after success."""
         return self._error
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return when it has ended, or after so many seconds; whether it has. Raises nothing: see `error`."""
+        """Wait for its end, at most so many seconds. Whether it has ended. Raises nothing: see `error`."""
         return self._finished.wait(seconds)
 
     def _begin(self) -> Callable[[], None]:
@@ -124,7 +124,7 @@ def _error_of(run: Callable[[], None]) -> Exception | None:
 
 
 def _clear(error: BaseException | None) -> None:
-    """Empties the frames of an error. They hold the job that is to hold it: only the collector could free both."""
+    """Empties the frames of an error, which hold its job: only the garbage collector could free both."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

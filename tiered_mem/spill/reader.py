@@ -1,4 +1,8 @@
-"""Records for people and for the command line: read into numpy, without the manager that wrote them."""
+"""Records for people and for the command line: read into numpy, without the manager that wrote them.
+
+The safetensors package could read them too. But it maps the file, so that the process dies where a live owner or
+somebody else cuts the file short meanwhile; it compares no checksums, and gives numpy no bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ _NUMPY_HAS = {
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """What a record says of itself. Its data is not read.
+    """A record's header. Its data is not read.
 
-    Raises CorruptRecord for a file that is no whole record, and OSError where the system cannot open or read it;
-    a link is not followed.
+    Raises CorruptRecord for a file that is no whole record, and OSError where the system cannot open or read it. A
+    link is not followed.
     """
     with _opened(os.fspath(path)) as (_, header):
         return header
@@ -35,11 +39,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 def read_record(path: str | os.PathLike[str], verify: bool = True) -> dict[str, np.ndarray[Any, Any]]:
     """A record's entries by name, each an array of shape (elements,) in memory of its own.
 
-    A dtype that numpy lacks, such as bfloat16, comes as its bytes in uint8; read_header tells which it is. verify:
-    compare the checksums, if the record has some.
+    The bytes of a dtype that numpy lacks, such as bfloat16, come as uint8; read_header tells the dtype. verify:
+    compare the checksums, if the record has them.
 
-    Raises as read_header does; CorruptRecord too for a checksum that differs, and ImportError where the package for
-    it is not installed.
+    Raises the errors of read_header, CorruptRecord for a checksum that differs, and ImportError where its package
+    is not installed.
     """
     path = os.fspath(path)
     with _opened(path) as (fd, header):

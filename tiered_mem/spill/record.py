@@ -1,4 +1,8 @@
-"""Records: the disk tier's files. Each is a valid safetensors file that fits direct I/O; docs/spill_format.md."""
+"""Records: the disk tier's files. Each is a valid safetensors file that fits direct I/O; docs/spill_format.md.
+
+The safetensors package is not used to write them: it lays tensors end to end, and direct I/O straight from host
+memory needs each on a boundary of 4096 bytes, and the header last.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,18 @@ _START = b'{"__metadata__":{"spill_format":"1","header_crc32":"'
 _FIELD = slice(8 + len(_START), 8 + len(_START) + 8)
 _ZEROS = b"00000000"
 _LENGTH_BYTES = 8
+# What is found in a header's place while its record is written.
+NO_HEADER = "zeros"
 _FILLER = "__pad__."
 _LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a record says of itself before its data.
+    """The description of a record that comes before its data.
 
     run: the id of the run that writes it. number: the record's number in the run. write: a counter that differs for
-    each write. step: the training step. kind: what is in it, such as "activation". algorithm: of the entries'
+    each write. step: the training step. kind: of its contents, such as "activation". algorithm: of the entries'
     checksums, a name in checksums.DIGITS.
 
     Raises ValueError for values that no record can have.
@@ -62,7 +68,7 @@ class Header:
         _check_int("length of the data", sum(round_up(entry.nbytes) for entry in self.entries))
 
     def layout(self) -> Layout:
-        """Where the record's parts lie in its file."""
+        """The places of the record's parts in its file."""
         header_bytes = round_up(_LENGTH_BYTES + len(self._text()))
         offsets, end = [], header_bytes
         for entry in self.entries:
@@ -71,7 +77,7 @@ class Header:
         return Layout(header_bytes, tuple(offsets), end)
 
     def encode(self) -> bytes:
-        """The file's first bytes, as many as layout() says, whatever the checksums are.
+        """The file's first bytes. Their number, that of layout(), does not depend on the checksums.
 
         A record is whole once they are in its file, so they are written last.
         """
@@ -136,7 +142,7 @@ class Entry:
             raise ValueError(f"the name {self.name!r} means something else in the format; choose another")
 
     def stored_as(self) -> tuple[str, int]:
-        """Its dtype in safetensors' words, U8 where there is none for it, and how many elements it has there."""
+        """Its dtype in safetensors, U8 where safetensors has none for it, and its number of elements there."""
         dtype, bits = _STORED.get(self.dtype, _BYTES)
         if self.nbytes * 8 % bits:
             dtype, bits = _BYTES
@@ -145,9 +151,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a record lie in its file, in bytes, all multiples of ALIGNMENT.
+    """The places of a record's parts in its file, in bytes, all multiples of ALIGNMENT.
 
-    offsets: where each entry begins. What lies between an entry's end and the next multiple has no meaning.
+    offsets: the start of each entry. The bytes between an entry's end and the next multiple have no meaning.
     """
 
     header_bytes: int
@@ -183,13 +189,13 @@ _BYTES = ("U8", 8)
 
 
 def header_bytes_of(start: bytes, file_bytes: int, path: str) -> int:
-    """The length of a record's header, from the first 8 or more bytes of its file. Raises CorruptRecord."""
+    """The length of a record's header, read from the first 8 bytes of its file. Raises CorruptRecord."""
     if len(start) < _LENGTH_BYTES:
         expected = f"{_LENGTH_BYTES} bytes or more"
         raise CorruptRecord(path, "the file ends in its header's length", expected=expected, found=len(start))
     text_bytes = int.from_bytes(start[:_LENGTH_BYTES], "little")
     if text_bytes == 0:
-        raise CorruptRecord(path, "its write was not finished", expected="a header", found="zeros")
+        raise CorruptRecord(path, "its write was not finished", expected="a header", found=NO_HEADER)
     header_bytes = _LENGTH_BYTES + text_bytes
     if header_bytes % ALIGNMENT or header_bytes > file_bytes or text_bytes > MAX_HEADER_TEXT:
         limit = min(file_bytes, _LENGTH_BYTES + MAX_HEADER_TEXT)
@@ -199,10 +205,10 @@ def header_bytes_of(start: bytes, file_bytes: int, path: str) -> int:
 
 
 def parse_header(data: bytes, file_bytes: int, path: str) -> Header:
-    """The header in `data`, the first bytes of a file, as many as header_bytes_of says.
+    """The header in `data`, the first header_bytes_of() bytes of a file.
 
-    file_bytes: the length of the whole file. Only what encode() makes is a header: any other byte, and another
-    length of the file, raises CorruptRecord.
+    file_bytes: the length of the whole file. Raises CorruptRecord for any byte that encode() would not write there,
+    and for another length of the file.
     """
     header_bytes = header_bytes_of(data, file_bytes, path)
     if len(data) != header_bytes:
@@ -245,7 +251,7 @@ def _decoded(text: bytes) -> Header:
 
 
 def _sealed(data: bytes) -> bytes:
-    """A header with the checksum over itself, taken with zeros in the checksum's place."""
+    """A header with its own checksum, computed with zeros in the checksum's place."""
     before, after = data[: _FIELD.start], data[_FIELD.stop :]
     crc = zlib.crc32(after, zlib.crc32(_ZEROS, zlib.crc32(before)))
     return before + f"{crc:08x}".encode() + after

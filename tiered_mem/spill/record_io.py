@@ -18,10 +18,10 @@ REQUEST_BYTES = 8 << 20
 
 
 class RecordIo:
-    """Writes and reads records straight from and to memory.
+    """Writes records straight from memory and reads them back into it.
 
-    direct: the files are open for direct I/O. Else a record is waited for until it is on the drive, and leaves the
-    page cache.
+    direct: the files are open for direct I/O. Otherwise `write` waits until the record is on the drive, and drops
+    it from the page cache.
     """
 
     def __init__(self, files: Files, checksum: Checksum, *, direct: bool) -> None:
@@ -31,15 +31,15 @@ class RecordIo:
 
     @property
     def algorithm(self) -> str:
-        """Of the checksums."""
+        """The name of the checksums."""
         return self._checksum.name
 
     def write(
         self, fd: int, header: Header, layout: Layout, pieces: Sequence[Piece], *, reused: bool, moved: Moved
     ) -> Stored:
-        """Write a record into a file that is as long as it. Raises OSError.
+        """Write a record into a file of its length. Raises OSError.
 
-        header: with an entry for each piece, without checksums. reused: the file may hold another record.
+        header: has an entry for each piece, without checksums. reused: the file may hold another record.
         """
         entries = tuple(
             replace(entry, checksum=self._checksum.of(memory_at(piece.ptr, piece.nbytes)))
@@ -64,7 +64,7 @@ class RecordIo:
     def read(self, fd: int, stored: Stored, wanted: Sequence[tuple[int, int]], path: str, moved: Moved) -> None:
         """Read pieces of a record from the file at `path`: the index of each, and the address that it goes to.
 
-        Raises CorruptRecord where the file holds anything else, and OSError; the memory is undefined then.
+        Raises CorruptRecord where the file holds anything else, and OSError; then the memory is undefined.
         """
         self._check_header(fd, stored, path, moved)
         entries, offsets = stored.header.entries, stored.layout.offsets
@@ -104,7 +104,7 @@ class RecordIo:
     def _move(
         self, call: Callable[[int, int, int, int], int], fd: int, ptr: int, nbytes: int, offset: int, moved: Moved
     ) -> int:
-        """Calls until all is moved, or nothing moves any more; how much was."""
+        """Calls until all is moved, or nothing moves any more. Returns how many bytes moved."""
         done = 0
         while done < nbytes:
             count = call(fd, ptr + done, min(REQUEST_BYTES, nbytes - done), offset + done)
@@ -124,8 +124,8 @@ class RecordIo:
 class Piece(NamedTuple):
     """Memory that becomes an entry of a record.
 
-    name, dtype: as in `Entry`. ptr: an address that is a multiple of 4096. nbytes: what counts; the memory behind
-    it, up to the next multiple of 4096, goes along.
+    name, dtype: as in `Entry`. ptr: an address that is a multiple of 4096. nbytes: its size; the memory behind it,
+    up to the next multiple of 4096, is written too.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Piece(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A record that was written: its header, also byte by byte, and where its parts lie."""
+    """A written record: its header, the header's bytes, and the places of its parts."""
 
     header: Header
     layout: Layout

@@ -1,4 +1,4 @@
-"""Whether a write may begin: what the budget and the last failure say."""
+"""Decides by the write budget and the last failure whether a write may begin."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class WriteGate:
-    """Counts what is written, and makes a pause after a failure: of 1 s, then twice as long each time, up to 60 s.
+    """Counts written bytes, and pauses writing after a failure: for 1 s, then twice as long each time, up to 60 s.
 
-    Each write that begins gets the number of the attempt that it belongs to, and comes back with it. Of writes that
-    were under way together only the first failure counts, and only a write that began after it shows that all is
-    well again. Not thread-safe.
+    Each write that begins gets the number of its attempt, and hands it back at its end. Of writes that were under
+    way together only the first failure counts, and only a write that began after it shows that all is well again.
+    Not thread-safe.
 
     budget: the bytes that may ever be written, or None. clock: seconds.
     """
@@ -40,7 +40,7 @@ class WriteGate:
         return "budget spent" if self._spent else "failing" if self._pause else "ok"
 
     def refusal(self, nbytes: int) -> str | None:
-        """Why a write of so much may not begin now, and what can be done; None if it may."""
+        """The reason why a write of `nbytes` may not begin now, with advice; None if it may."""
         total = self.written + self._promised + nbytes
         self._spent = self._budget is not None and total > self._budget
         if self._budget is not None and self._spent:
@@ -53,22 +53,22 @@ class WriteGate:
         return None
 
     def budget_news(self) -> bool:
-        """Whether the budget has been too small for the first time."""
+        """Whether the budget was too small for the first time."""
         news = self._spent and not self._told
         self._told = self._told or news
         return news
 
     def begin(self, nbytes: int) -> int:
-        """A write of at most so many bytes begins; return its attempt."""
+        """A write of at most `nbytes` begins. Returns the number of its attempt."""
         self._promised += nbytes
         return self._attempt
 
     def cancel(self, nbytes: int) -> None:
-        """A write of at most so many bytes has not been begun after all."""
+        """A write of at most `nbytes` was cancelled before it began."""
         self._promised -= nbytes
 
     def succeeded(self, attempt: int, nbytes: int, written: int) -> bool:
-        """A write of at most `nbytes` has written so many. Return whether that is news."""
+        """A write of at most `nbytes` has written `written`. Returns whether that ends a pause."""
         self._count(nbytes, written)
         news = self._pause > 0 and attempt == self._attempt
         if news:
@@ -76,7 +76,7 @@ class WriteGate:
         return news
 
     def failed(self, attempt: int, nbytes: int, written: int, error: BaseException) -> bool:
-        """A write of at most `nbytes` has failed after so many. Return whether that is news."""
+        """A write of at most `nbytes` has failed after `written`. Returns whether writing worked before."""
         self._count(nbytes, written)
         if attempt != self._attempt:
             return False

@@ -6,80 +6,51 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
-from .adaptor import Adaptor
-from .base import HostPool, PoolStats, Region, check_request
+from tiered_mem.allocators import HostPool, Region
 
 _FIRST_LINE = "allocation-trace 1"
 
 
-class RecordedPool(Adaptor):
-    """A `HostPool` over `pool` that writes an allocation trace to `file`, for `read_trace`.
+class RecordedPool:
+    """A `HostPool` over `pool` that writes an allocation trace to `file`, for `read_trace`. Not thread-safe.
 
     A trace is text. Its first line is "allocation-trace 1"; each other line is one operation:
 
         allocate 7 4096
-        allocate 8 8192 resident
         deallocate 7
         mark step 3
 
-    that is a region of 4096 bytes that has the number 7 from now on, one of 8192 bytes that was asked for with
-    resident=True, the first one's return, and mark("step 3"). Numbers count from 0. A request that fails is not
-    written. Neither the pool nor the file is closed by it, and both must outlive it.
+    that is a region of 4096 bytes that has the number 7 from now on, its return, and mark("step 3"). Numbers count
+    from 0. A request that fails is not written. Neither the pool nor the file is closed by it.
     """
 
     def __init__(self, pool: HostPool, file: TextIO) -> None:
-        super().__init__(pool)
         self._pool = pool
         self._file = file
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[Region, int] = {}
         self._next_number = 0
+        self.slab, self.footprint, self.trim, self.stats = pool.slab, pool.footprint, pool.trim, pool.stats
         self._write(_FIRST_LINE)
 
-    def allocate(self, nbytes: int, *, resident: bool = False) -> Region:
-        """As `HostPool.allocate`. Where the file cannot be written nothing is allocated; its error is passed on."""
-        check_request(self, nbytes, self._closed)
-        region = self._pool.allocate(nbytes, resident=resident)
-        # The pool gave the memory before this line, and gets it back before that of its return: whatever threads
-        # do, no memory has two numbers at one time.
-        with self._lock:
-            try:
-                self._write(f"allocate {self._next_number} {nbytes}{' resident' if resident else ''}")
-            except BaseException:
-                self._pool.deallocate(region)
-                raise
-            self._numbers[region.ptr] = self._next_number
-            self._next_number += 1
-            self._live[region.ptr] = region
+    def allocate(self, nbytes: int) -> Region:
+        region = self._pool.allocate(nbytes)
+        self._write(f"allocate {self._next_number} {nbytes}")
+        self._numbers[region] = self._next_number
+        self._next_number += 1
         return region
 
     def deallocate(self, region: Region) -> None:
-        """As `HostMemory.deallocate`. Where the file cannot be written the region is freed all the same."""
-        with self._lock:
-            self._check_allocated(region)
-            self._pool.deallocate(region)
-            del self._live[region.ptr]
-            self._write(f"deallocate {self._numbers.pop(region.ptr)}")
+        self._pool.deallocate(region)
+        self._write(f"deallocate {self._numbers.pop(region)}")
 
     def mark(self, name: str) -> None:
         """Write a mark, such as "step 3" where a step begins. Raises ValueError if it is not one line of text."""
         if not name.strip() or name.splitlines() != [name]:
             raise ValueError(f"a mark is one line of text, got {name!r}")
-        with self._lock:
-            self._write(f"mark {name.strip()}")
+        self._write(f"mark {name.strip()}")
 
-    def slab(self, region: Region) -> Region:
-        """Return the slab of the pool that a region lies in. Raises ValueError if it is not allocated here."""
-        with self._lock:
-            self._check_allocated(region)
-            return self._pool.slab(region)
-
-    def trim(self) -> int:
-        """As the pool's. It is not in the trace."""
-        return self._pool.trim()
-
-    def stats(self) -> PoolStats:
-        """Return the pool's counters."""
-        return self._pool.stats()
+    def close(self) -> None:
+        """The pool stays open."""
 
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")
@@ -91,7 +62,6 @@ class Allocated:
 
     number: int
     nbytes: int
-    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +103,6 @@ def _operation(line: str) -> Operation:
     match line.split():
         case ["allocate", number, nbytes]:
             return Allocated(_whole(number), _whole(nbytes))
-        case ["allocate", number, nbytes, "resident"]:
-            return Allocated(_whole(number), _whole(nbytes), resident=True)
         case ["deallocate", number]:
             return Deallocated(_whole(number))
         case ["mark", _, *_]:

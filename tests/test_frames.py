@@ -1,0 +1,114 @@
+"""How many Python functions run for a tensor on its way: each costs the training thread time, tensor by tensor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import pytest
+import torch
+
+from tiered_mem import TieringManager
+from tiered_mem.forward_pass import ForwardPass
+from tiered_mem.movable import Movable
+from tiered_mem.policies import LayerOrderPolicy
+
+NBYTES = 1 << 16
+TENSORS = 16  # of a layer
+LAYERS = 3
+
+
+class Frames:
+    """Counts the functions written in Python that this thread calls while it is entered."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        def look(frame: FrameType, what: str, of: object) -> None:
+            if what == "call" and frame.f_code.co_filename not in (__file__, contextmanager.__code__.co_filename):
+                self.names.append(frame.f_code.co_name)
+
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+class Pass:
+    """A forward and a backward of layers that save tensors, call by call. All of them leave the device."""
+
+    def __init__(self, manager: TieringManager) -> None:
+        movable = Movable(manager.device, (), manager.stayed(), min_bytes=NBYTES)
+        self._forward = ForwardPass(manager.activations, movable, LAYERS)
+        self._manager = manager
+        self._kind = manager.device.torch_device
+        self.frames = Frames()
+        self.pack: list[str] = []
+        self.unpack, self.drop = Frames(), Frames()
+
+    def run(self) -> None:
+        saved = [self._save_layer() for _ in range(LAYERS)]
+        with self.frames.counted():
+            self._forward.end()
+        for layer in reversed(saved):
+            while layer:
+                with self.frames.counted():
+                    self._forward.unpack(layer[-1])
+                    layer.pop()
+        with self.frames.counted():
+            self._manager.synchronize()
+
+    def run_apart(self) -> None:
+        """As `run`, and tells apart what runs for the last tensor of a layer that left."""
+        saved = [self._save_layer() for _ in range(LAYERS)]
+        self._forward.end()
+        for layer in reversed(saved):
+            while layer:
+                last = layer.pop()
+                self.unpack, self.drop = Frames(), Frames()
+                with self.unpack.counted():
+                    self._forward.unpack(last)
+                with self.drop.counted():
+                    del last
+
+    def _save_layer(self) -> list[object]:
+        # What an operation has made of a tensor that wants a gradient, as most of what layers save.
+        leaf = torch.ones(NBYTES // 4, device=self._kind, requires_grad=True)
+        tensors = [leaf * 1 for _ in range(TENSORS)]
+        saved: list[object] = []
+        with self.frames.counted():
+            number = self._forward.begin_layer()
+        for tensor in tensors:
+            before = len(self.frames.names)
+            with self.frames.counted():
+                saved.append(self._forward.pack(tensor))
+            self.pack = self.frames.names[before:]
+        del tensor, tensors
+        with self.frames.counted():
+            self._forward.end_layer(number)
+        return saved
+
+
+@pytest.fixture
+def passing(device: str) -> Iterator[Pass]:
+    with TieringManager(policy=LayerOrderPolicy(in_flight=1), device=device, host_bytes="16MiB") as manager:
+        Pass(manager).run()  # what is only done once
+        yield Pass(manager)
+
+
+def test_a_tensor_on_its_own(passing: Pass) -> None:
+    passing.run_apart()
+    assert len(passing.pack) <= 10, passing.pack
+    assert len(passing.unpack.names) <= 8, passing.unpack.names
+    assert len(passing.drop.names) <= 5, passing.drop.names
+
+
+def test_a_round_trip(passing: Pass) -> None:
+    """With its share of what is done for a layer."""
+    passing.run()
+    assert len(passing.frames.names) <= 50 * TENSORS * LAYERS
