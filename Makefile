@@ -1,49 +1,56 @@
-# make demo and make test are what there is to run; each sets up .venv first if that is needed.
-BY_TWO := --numprocesses=2 --dist=loadfile
+# `make` prints what there is to run; each target sets up .venv first if that is needed.
+PYTHON ?= python3
+DEVICE ?= cuda
+VENV := .venv
+RUN := $(VENV)/bin/python
+PYTEST := $(RUN) -m pytest --numprocesses=2 --dist=loadfile
+RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
+
 # What runs without a device is the same in each schedule; and the libraries' models take long to import.
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
                   test_recorded_allocations.py emulator/test_library_models.py)
-# So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: the first
-# run with the detector has it.
+# So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
+# has it.
 ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py link.py) \
         $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
           distributed_checkpoints.py failures.py trials.py)
-# And the first run of all leaves these to the detector's.
+# And the run with the task queue leaves to the others what takes them long.
 DETECTED := --ignore=tests/emulator/test_training_set.py \
             $(addprefix --ignore=tests/te/test_,layers.py marks.py manual.py) \
             $(addprefix --ignore=tests/optimizer/test_,equality.py strange_optimizers.py checkpoints.py \
               checkpoint_failures.py state_reads.py distributed_checkpoints.py residence.py \
               disk_residence.py disk_residence_faults.py disk_residence_random.py)
-PYTHON ?= python3
-DEVICE ?= cuda
-VENV := .venv
-RUN := $(VENV)/bin/python
 
-setup: compiler $(VENV)/.installed
-	@$(MAKE) --no-print-directory --jobs=2 -C emulator PYTHON=$(abspath $(RUN))
+help: ## prints these lines
+	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 24
 
-demo: setup
+demo: emulator ## trains a small GPT in 60 % of the memory that it needs: half a minute
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s examples/train_gpt.py
 
-# Without the race detector torch_npu's task queue is on, as it is by default on hardware.
-test: setup
-	$(RUN) -m pytest $(BY_TWO) $(DETECTED)
-	ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE=eager $(RUN) -m pytest $(BY_TWO) $(DEVICE_TESTS)
-	ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE=late $(RUN) -m pytest $(BY_TWO) $(DEVICE_TESTS) $(ONCE) \
-	  --ignore=tests/te/test_layers.py
-	ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE=random $(RUN) -m pytest $(BY_TWO) $(DEVICE_TESTS) $(ONCE)
+# One pass finds most with the race detector, and in the eager schedule: a wait that is missing leaves the numbers right
+# in almost every run, but the detector sees it, and sees it in any schedule. The eager one is nearest to a real device,
+# and the only one in which the tests start processes of their own.
+test: setup ## one pass over all that a change can break, with the race detector: four minutes
+	$(RACES)=eager $(PYTEST) -m 'not slow'
+	@echo 'CI adds make lint, make mutants and make test-schedules (the other schedules, the task queue, the slow tests).'
 
-mutants: setup
+# Without the race detector torch_npu's task queue is on, as it is by default on hardware.
+test-schedules: setup ## what make test leaves out: other schedules, the task queue, slow tests: fifteen minutes
+	$(PYTEST) $(DETECTED)
+	$(RACES)=late $(PYTEST) $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
+	$(RACES)=random $(PYTEST) $(DEVICE_TESTS) $(ONCE)
+
+mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
 	$(RUN) -m tests.mutants
 
-lint: setup
+lint: setup ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy tiered_mem emulator/ascend_emulator tests/mutants.py
 
-bench: setup
+bench: setup ## the overhead beside the plain step, and beside other offloaders
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.offload_overhead
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.offload_hooks
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.link_speed
@@ -52,28 +59,42 @@ bench: setup
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_speed
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.spill
 
-# On a machine with a device, in the Python that is there: nothing is set up and nothing is fetched.
-silicon:
+# In the Python that is there: nothing is set up and nothing is fetched.
+silicon: ## all that a machine with a device can tell, in nine minutes
 	$(PYTHON) -m benchmarks.silicon --device $(DEVICE) $(if $(SMALL),--small)
+
+setup: emulator $(VENV)/.installed ## .venv with all that tests need
+
+emulator: compiler $(VENV)/.emulator
+	@$(MAKE) --no-print-directory --jobs=2 -C emulator PYTHON=$(abspath $(RUN))
 
 compiler:
 	@command -v $(CXX) >/dev/null || \
 	  { echo 'setup: no C++ compiler; install one that knows C++20 (Debian: apt install g++)'; exit 1; }
 
-$(VENV)/.installed: pyproject.toml emulator/pyproject.toml
+# Python compiles what is imported when it is imported, which is a small part of all that is installed.
+define install
+	@$(RUN) -m pip install --no-compile $(1) >$(VENV)/setup.log 2>&1 || \
+	  { echo "setup: pip could not install all of it: $$(grep ERROR $(VENV)/setup.log | tail -n 1) ($(VENV)/setup.log)"; \
+	    exit 1; }
+	@touch $@
+endef
+
+$(VENV)/.emulator: pyproject.toml emulator/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo 'setup: Python 3.10 or newer is needed; name one with make PYTHON=python3.12 setup'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo 'setup: the venv module is missing; install it (Debian: apt install python3-venv)'; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	@echo 'setup: installing into $(VENV) and compiling the emulator, about three minutes'
-	@$(RUN) -m pip install --editable ./emulator --editable '.[dev]' >$(VENV)/setup.log 2>&1 || \
-	  { echo "setup: pip could not install all of it: $$(grep ERROR $(VENV)/setup.log | tail -n 1) ($(VENV)/setup.log)"; \
-	    exit 1; }
-	@touch $@
+	@echo 'setup: installing torch and torch_npu into $(VENV) and compiling the emulator, about two minutes'
+	$(call install,--editable ./emulator --editable .)
 
-clean:
+$(VENV)/.installed: $(VENV)/.emulator
+	@echo 'setup: installing what the tests need into $(VENV)'
+	$(call install,--editable '.[dev]')
+
+clean: ## deletes .venv and the compiled emulator
 	$(MAKE) -C emulator clean
 	rm -rf $(VENV)
 
-.PHONY: setup compiler demo test mutants lint bench silicon clean
+.PHONY: help setup emulator compiler demo test test-schedules mutants lint bench silicon clean

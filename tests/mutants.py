@@ -194,7 +194,8 @@ def _is_none(node: ast.expr) -> bool:
 def run_tests(folder: Path, tests: Sequence[str], schedule: str) -> int:
     """pytest's exit code."""
     environment = os.environ | {"ASCEND_EMULATOR_SCHEDULE": schedule, "ASCEND_EMULATOR_RACES": "1"}
-    command = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests)
+    options = ("-x", "-q", "-p", "no:cacheprovider", "--timeout=120")  # without a wait it may hang
+    command = (sys.executable, "-m", "pytest", *options, *tests)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode
 
 

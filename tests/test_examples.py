@@ -11,18 +11,22 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import EMULATED, RACES
+from tests.emulator.launch import HANGS_S
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "3", "--width", "96", "--context", "128", "--batch", "8"]
 
-pytestmark = pytest.mark.skipif(not EMULATED, reason="the budgets are chosen for the emulated NPU")
+pytestmark = [
+    pytest.mark.skipif(not EMULATED, reason="the budgets are chosen for the emulated NPU"),
+    pytest.mark.slow(why="each is a program that trains"),
+]
 no_detector = pytest.mark.skipif(RACES, reason="it measures, and the detector takes its part of the time")
 
 
 def run(*arguments: str) -> str:
     """What a script prints on the emulated NPU; the test fails where the script does."""
     command = [sys.executable, "-m", "ascend_emulator", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -23,7 +23,7 @@ SCRIPT = """
     from tests.models import is_right_step, stack
     from tiered_mem import TieringManager
 
-    faulthandler.dump_traceback_later(50, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
 
     def manager(**options):
         return TieringManager(policy="layer-order", device="npu", preallocate=False, **options)
@@ -76,6 +76,7 @@ SCRIPT = """
     """
 
 
+@pytest.mark.slow(why="a process imports torch, and loses its device")
 def test_nobody_waits_for_work_that_was_dropped(tmp_path: Path) -> None:
     folder = tmp_path / "spill"
     folder.mkdir()

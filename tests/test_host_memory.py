@@ -128,6 +128,7 @@ LESS = """
     """
 
 
+@pytest.mark.slow(why="a process imports torch")
 @only_emulated
 def test_where_nothing_can_be_pinned(tmp_path: Path) -> None:
     script = write_script(tmp_path, dedent(LESS) + "show()\nshow(pin='try')\nshow(pin=False)\n")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.conftest import EMULATED, Link, MakeManager
+from tests.emulator.launch import HANGS_S
 from tests.models import same, stack, take_gradients
 from tiered_mem import DeviceUnavailable, PolicyError, TieringManager
 from tiered_mem.policies import Action, Event, LayerOrderPolicy, Offload, Release, Reload, Saved
@@ -193,6 +194,7 @@ with TieringManager(policy=Now(), device="npu", host_bytes="48MiB") as manager:
 """
 
 
+@pytest.mark.slow(why="a process imports torch")
 @pytest.mark.skipif(not EMULATED, reason="the emulated device alone has an old stack")
 @pytest.mark.parametrize(
     ("stack_version", "source"), [("current", "AclPinnedMemory"), ("old", "TorchPinnedMemory")]
@@ -202,7 +204,7 @@ def test_where_pinned_memory_comes_from(stack_version: str, source: str, tmp_pat
     script = tmp_path / "pinned.py"
     script.write_text(PINNED)
     command = [sys.executable, "-m", "ascend_emulator", "--stack", stack_version, str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [f"{source} {48 << 20} True", "True"]
 

@@ -107,6 +107,7 @@ def test_the_version_is_the_one_that_the_package_tells(built: tuple[Path, Path])
     assert metadata["Version"] == tiered_mem.__version__
 
 
+@pytest.mark.slow(why="it builds a second wheel")
 def test_a_wheel_made_of_the_sdist_is_the_same(built: tuple[Path, Path], tmp_path: Path) -> None:
     sdist, wheel = built
     shutil.unpack_archive(sdist, tmp_path, filter="data")
@@ -114,6 +115,7 @@ def test_a_wheel_made_of_the_sdist_is_the_same(built: tuple[Path, Path], tmp_pat
     assert wheel_files(again) == wheel_files(wheel)
 
 
+@pytest.mark.slow(why="it builds a second wheel")
 def test_an_editable_install_is_a_plain_path(tmp_path: Path) -> None:
     """Type checkers follow a path. They do not run the import hook that setuptools makes of other layouts."""
     checkout = copy_checkout(tmp_path / "checkout")
@@ -128,10 +130,12 @@ def test_an_editable_install_is_a_plain_path(tmp_path: Path) -> None:
         assert archive.read(next(iter(wheel_files(wheel)))).decode().strip() == str(checkout)
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_the_packages_import_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     shutil.unpack_archive(built[1], tmp_path / "site", format="zip")
     assert imported_from(tmp_path / "site") == [f"{package.replace('.', '/')}/__init__.py" for package in PACKAGES]
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_the_packages_import_from_a_checkout() -> None:
     assert imported_from(ROOT) == [f"{package.replace('.', '/')}/__init__.py" for package in PACKAGES]

@@ -15,7 +15,10 @@ from tests.conftest import EMULATED
 from tests.emulator.launch import EMULATOR, run, write_script
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.skipif(not EMULATED, reason="only the emulated runtime can be told to fail")
+pytestmark = [
+    pytest.mark.skipif(not EMULATED, reason="only the emulated runtime can be told to fail"),
+    pytest.mark.slow(why="each process imports torch, and has faults"),
+]
 
 FAULTS = """
     import faulthandler, logging
@@ -24,7 +27,7 @@ FAULTS = """
     from tiered_mem import TieringManager
     from tiered_mem.errors import PinningFailed
 
-    faulthandler.dump_traceback_later(50, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     logging.basicConfig(format="%(levelname)s %(message)s", level="WARNING")
 
     def manager(pin, **arguments):

@@ -59,6 +59,7 @@ def environment(folder: Path) -> dict[str, str]:
     return dict(os.environ) | {"TMPDIR": str(folder)}
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_the_tests_run_without_the_emulator_and_what_else_a_machine_may_lack(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(LACKING)
     tests = ("tests/test_sizes.py", "tests/test_repeated_blocks.py", "tests/test_spilling.py", "tests/emulator")
@@ -89,13 +90,13 @@ def test_a_part_that_lacks_a_package_is_not_run(tmp_path: Path) -> None:
 
 def test_a_part_that_fails_says_so_with_the_end_of_its_output(tmp_path: Path) -> None:
     part = Part("broken", ("-c", "print('a' * 5000); raise SystemExit('too bad')"), 1, needs=())
-    told = silicon.run(part, "cuda", environment(tmp_path), 100)
+    told = silicon.run(part, "cuda", environment(tmp_path), 500)
     assert (told["outcome"], told["status"]) == ("failed", 1)
     output = str(told["output"])
     assert output.endswith("too bad\n")
     assert len(output) == 3000
     silent = Part("silent", ("-c", "pass"), 1, needs=())
-    assert silicon.run(silent, "cuda", environment(tmp_path), 100)["outcome"] == "failed"
+    assert silicon.run(silent, "cuda", environment(tmp_path), 500)["outcome"] == "failed"
 
 
 def test_nothing_is_left_of_a_process_that_runs_out_of_time(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_tests_are_counted_up_to_the_end_of_their_process(tmp_path: Path) -> Non
     (tmp_path / "test_it.py").write_text(DIES)
     words = ("-m", "pytest", "-q", "-c", os.devnull, "-p", "benchmarks.counted_tests", "-p", "no:cacheprovider")
     part = Part("tests: deadly", (*words, str(tmp_path / "test_it.py")), 1, needs=("pytest",))
-    told = silicon.run(part, "cuda", environment(tmp_path), 100)
+    told = silicon.run(part, "cuda", environment(tmp_path), 500)
     assert (told["outcome"], told["status"]) == ("failed", -9)
     assert told["counts"] == {"passed": 1, "skipped": 1, "failed": 1}
     names = {each["test"].rpartition("::")[2]: each["why"] for each in json.loads(json.dumps(told["not_passed"]))}

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RACES
 from tests.spill.faulty_files import FaultyFiles
 from tests.spilling import MIB, SAVED, Spilling, Training, records_in, spill_all
 from tiered_mem import TieringManager
@@ -19,9 +18,7 @@ from tiered_mem.policies import LayerOrderPolicy
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
-    pytest.mark.skipif(
-        RACES, reason="what the files do with memory is declared to the detector in test_spilling.py"
-    ),
+    pytest.mark.schedules("eager", why="what files do has no schedule"),
 ]
 WRITES = ("create", "pwrite", "allocate", "truncate", "stat", "close")
 

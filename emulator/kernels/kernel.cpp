@@ -1,7 +1,6 @@
 // Launching a planned kernel.
 #include "kernel.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

@@ -130,6 +130,26 @@ void run_without_modes(const std::function<void()>& work);
 
 aclError launch(aclOpExecutor* executor, aclrtStream stream);
 
+// Made once for each list of parameters, not for each operator: most of the time that kernels take to compile is here.
+template <class... Parameters>
+aclError plan(const char* name, void (*run)(Parameters...), uint64_t* workspace_size, aclOpExecutor** executor,
+              typename Argument<Parameters>::Acl... arguments) {
+  try {
+    Operation operation{name, {}, {}, {}};
+    // A brace list copies from left to right, and each copy must be noted under its own parameter type.
+    std::tuple<decltype(Argument<Parameters>::copy(arguments))...> copies{Argument<Parameters>::copy(arguments)...};
+    std::apply([&operation](const auto&... copy) { (note_memory<Parameters>(copy, operation), ...); }, copies);
+    operation.body = [run, copies = std::move(copies)]() mutable {
+      run_without_modes([run, &copies] { std::apply(run, copies); });
+    };
+    *workspace_size = 0;
+    *executor = new aclOpExecutor{std::move(operation)};
+    return ACL_SUCCESS;
+  } catch (const std::exception& error) {
+    return fail(ACL_ERROR_INVALID_PARAM, std::string(name) + ": " + error.what());
+  }
+}
+
 template <class Kernel, class Signature = decltype(Kernel::run)>
 struct Planner;
 
@@ -137,22 +157,7 @@ template <class Kernel, class... Parameters>
 struct Planner<Kernel, void(Parameters...)> {
   static aclError plan(typename Argument<Parameters>::Acl... arguments, uint64_t* workspace_size,
                        aclOpExecutor** executor) {
-    try {
-      Operation operation{Kernel::name, {}, {}, {}};
-      // A brace list copies from left to right, and each copy must be noted under its own parameter type.
-      std::tuple<decltype(Argument<Parameters>::copy(arguments))...> copies{
-          Argument<Parameters>::copy(arguments)...};
-      std::apply(
-          [&operation](const auto&... copy) { (note_memory<Parameters>(copy, operation), ...); }, copies);
-      operation.body = [copies = std::move(copies)]() mutable {
-        run_without_modes([&copies] { std::apply(Kernel::run, copies); });
-      };
-      *workspace_size = 0;
-      *executor = new aclOpExecutor{std::move(operation)};
-      return ACL_SUCCESS;
-    } catch (const std::exception& error) {
-      return fail(ACL_ERROR_INVALID_PARAM, std::string(Kernel::name) + ": " + error.what());
-    }
+    return emulator::plan<Parameters...>(Kernel::name, Kernel::run, workspace_size, executor, arguments...);
   }
 };
 

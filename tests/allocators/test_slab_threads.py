@@ -46,7 +46,7 @@ def test_threads_that_run_dry_together_grow_the_pool_once() -> None:
     start = threading.Barrier(8)
 
     def work() -> Region:
-        start.wait(timeout=10)
+        start.wait(timeout=60)
         return pool.allocate(MIB)
 
     with ThreadPoolExecutor(8) as threads:

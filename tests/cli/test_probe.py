@@ -96,7 +96,7 @@ def test_nothing_stays_of_a_probe_that_is_ended(tmp_path: Path, number: signal.S
         while not has_records(tmp_path):
             assert probe.poll() is None
         probe.send_signal(number)
-        _, err = probe.communicate(timeout=30)
+        _, err = probe.communicate()
     # 0 is for one that was through before it heard of the signal.
     assert probe.returncode in (0, 128 + number)
     assert err == ""

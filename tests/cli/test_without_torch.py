@@ -81,11 +81,13 @@ def test_a_backend_that_does_not_load_is_one_line(broken: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_the_cpu_needs_no_backend(broken: Path) -> None:
     done = run("-c", STEP, cwd=ROOT, pythonpath=broken, **WITHOUT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "32.0 True\n", "")
 
 
+@pytest.mark.slow(why="three processes import torch")
 def test_a_probe_tells_of_a_backend_that_does_not_load_and_measures_the_rest(broken: Path, tmp_path: Path) -> None:
     command = ("-m", "tiered_mem", "probe", str(tmp_path), *ONLY)
     done = run(*command, cwd=ROOT, pythonpath=broken)
@@ -103,6 +105,7 @@ def test_a_probe_tells_of_a_backend_that_does_not_load_and_measures_the_rest(bro
     assert found["broken_backends"] == {}
 
 
+@pytest.mark.slow(why="two processes import torch")
 def test_torch_npu_without_its_libraries_is_one_line() -> None:
     """As on every machine where torch_npu is installed and CANN is not."""
     try:

@@ -227,6 +227,7 @@ ATTEMPTS = """
 """
 
 
+@pytest.mark.slow(why="a process imports torch")
 @pytest.mark.parametrize("stack", ["current", "old"])
 def test_one_call_of_torch_is_one_call_of_cann_and_a_loop_on_an_old_stack(tmp_path: Path, stack: str) -> None:
     script = write_script(
@@ -253,6 +254,7 @@ def test_one_call_of_torch_is_one_call_of_cann_and_a_loop_on_an_old_stack(tmp_pa
     ]
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_a_batch_that_fails_in_torch_npus_queue_is_told_at_the_next_synchronisation(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

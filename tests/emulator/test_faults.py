@@ -282,6 +282,7 @@ def test_host_memory_can_be_let_go_of_when_the_device_is_lost(acl: Acl) -> None:
         ascend_emulator.clear_faults()
 
 
+@pytest.mark.slow(why="a process imports torch, and loses its device")
 def test_what_torch_makes_of_faults(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -157,6 +157,7 @@ def test_rotary_positions_may_be_given_by_a_matrix() -> None:
     assert_equal(ours, cos * x + sin * (x @ matrix), TOLERANCE)
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_what_a_fused_operator_does_not_take_is_told_at_the_next_synchronisation(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

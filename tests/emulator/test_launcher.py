@@ -133,11 +133,13 @@ def test_code_that_fails_fails_as_with_plain_python(tmp_path: Path, code: str) -
     assert emulated.stderr.endswith(plain.stderr.removeprefix("Traceback (most recent call last):\n"))
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_code_runs_on_the_device_that_its_options_ask_for(tmp_path: Path) -> None:
     code = "import torch; print(torch.npu.device_count(), torch.ones(2, device='npu:1').sum().item())"
     assert run(*EMULATOR, "--devices", "2", "-c", code, cwd=tmp_path).stdout == "2 2.0\n"
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_pytest_runs_as_a_module(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import ctypes\n\n\ndef test_it():\n    assert ctypes.CDLL('libascendcl.so').aclInit(None) == 0\n"
@@ -146,6 +148,7 @@ def test_pytest_runs_as_a_module(tmp_path: Path) -> None:
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_stdout_carries_only_what_the_script_printed(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -120,11 +120,9 @@ def test_copies_within_the_device_do_not_cross_the_link(acl: Acl, link: Callable
     source = Buffers().device
     target = torch.zeros_like(source)
     torch.npu.synchronize()
-    link("10MB/s")
-    start = time.perf_counter()
+    link("1KB/s")  # it would take five hours
     acl.copy(D2D, target.data_ptr(), source.data_ptr(), NBYTES, 0)
     acl.check("aclrtSynchronizeStream", 0)
-    assert time.perf_counter() - start < 2
     link("0")
     assert target.cpu().equal(source.cpu())
 
@@ -132,7 +130,7 @@ def test_copies_within_the_device_do_not_cross_the_link(acl: Acl, link: Callable
 def test_the_rate_can_be_changed_and_taken_off() -> None:
     buffers = Buffers()
     took = []
-    for rate in ("40MB/s", 80 * MB, 0):
+    for rate in ("40MB/s", 80 * MB):
         ascend_emulator.configure(h2d_bytes_per_s=rate)
         start = time.perf_counter()
         buffers.start("h2d")
@@ -140,7 +138,10 @@ def test_the_rate_can_be_changed_and_taken_off() -> None:
         took.append(time.perf_counter() - start)
     assert took[0] >= 0.5
     assert took[1] >= 0.25
-    assert took[2] < 0.25
+    ascend_emulator.configure(h2d_bytes_per_s="1KB/s")  # with which a copy would take five hours
+    ascend_emulator.configure(h2d_bytes_per_s=0)
+    buffers.start("h2d")
+    buffers.stream.synchronize()
 
 
 COPY_BOTH_WAYS = """
@@ -158,13 +159,12 @@ COPY_BOTH_WAYS = """
 
 @pytest.mark.parametrize(("option", "slow"), [("--h2d", 0), ("--d2h", 1)])
 def test_rates_of_the_launcher(tmp_path: Path, option: str, slow: int) -> None:
-    done = run(*EMULATOR, option, "20MB/s", write_script(tmp_path, COPY_BOTH_WAYS), cwd=tmp_path)
+    done = run(*EMULATOR, option, "4MB/s", write_script(tmp_path, COPY_BOTH_WAYS), cwd=tmp_path)
     times = [float(line) for line in done.stdout.split()]
-    assert times[slow] >= 0.2
-    assert times[1 - slow] < 0.2
+    assert times[1 - slow] < 1 <= times[slow]
 
 
 def test_a_rate_that_is_not_given_is_not_the_parents(tmp_path: Path) -> None:
     script = write_script(tmp_path, COPY_BOTH_WAYS)
-    done = run(*EMULATOR, script, cwd=tmp_path, ASCEND_EMULATOR_H2D_BYTES_PER_S="4000000")
-    assert max(float(line) for line in done.stdout.split()) < 1
+    done = run(*EMULATOR, script, cwd=tmp_path, ASCEND_EMULATOR_H2D_BYTES_PER_S="1000")
+    assert len(done.stdout.split()) == 2, "the copies would take more than an hour"

@@ -149,6 +149,7 @@ def test_torch_recognises_pinned_memory_of_others(acl: Acl) -> None:
     assert not torch.empty(MIB, dtype=torch.uint8).is_pinned()
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_capacity_and_stack_of_the_launcher(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -211,6 +211,9 @@ DEVICES = """
 """
 
 
+on_two_devices = pytest.mark.slow(why="two processes import torch")
+
+
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("devices")
@@ -221,6 +224,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@on_two_devices
 def test_each_device_has_its_own_memory(devices: dict[str, Any]) -> None:
     assert devices["count"] == 2
     assert devices["allocated"] == [0, 48]
@@ -228,12 +232,14 @@ def test_each_device_has_its_own_memory(devices: dict[str, Any]) -> None:
     assert devices["too much"].startswith("OutOfMemoryError: ")
 
 
+@on_two_devices
 def test_a_device_that_does_not_exist_is_an_error(devices: dict[str, Any]) -> None:
     for error in devices["no device"]:
         assert error.startswith("RuntimeError: ")
         assert "no device 2 among the 2 emulated" in error
 
 
+@on_two_devices
 def test_copies_between_devices(devices: dict[str, Any]) -> None:
     assert devices["copies"] == [
         "npu:1",
@@ -244,15 +250,18 @@ def test_copies_between_devices(devices: dict[str, Any]) -> None:
     ]
 
 
+@on_two_devices
 def test_streams_and_events_belong_to_their_device(devices: dict[str, Any]) -> None:
     assert devices["current"] == [1, "npu:1", 0, "npu:0"]
     assert devices["events"] == [True, 7 * MIB // 2]
 
 
+@on_two_devices
 def test_a_spawned_process_has_the_devices_with_memory_of_its_own(devices: dict[str, Any]) -> None:
     assert devices["child"] == [2, 64, 10.0]
 
 
+@pytest.mark.slow(why="three processes import torch")
 def test_two_ranks_train_the_same_model_each_on_its_own_device(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -183,6 +183,7 @@ def test_memory_that_torch_took_back_is_poisoned() -> None:
     assert reborn.isnan().all()
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_without_the_detector_a_declaration_does_nothing_and_asking_is_an_error(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

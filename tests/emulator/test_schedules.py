@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.emulator.launch import EMULATOR, run, write_script
 
 # Two streams that fill a buffer each, without torch: which of them is where shows in the bytes.
@@ -46,6 +48,7 @@ def test_a_seed_gives_one_order_and_another_seed_another(tmp_path: Path) -> None
     assert leads == {-1, 0, 1}, "each stream is ahead of the other at some time"
 
 
+@pytest.mark.slow(why="its process polls for a second")
 def test_late_runs_what_the_host_keeps_asking_for(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -88,6 +91,7 @@ def test_late_runs_only_what_is_waited_for(tmp_path: Path) -> None:
     assert done.stdout == f"{[1, 0xA0, 1, 0xA0]}\n", done.stderr
 
 
+@pytest.mark.slow(why="three processes train a model")
 def test_a_gpt_learns_the_same_in_all(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -216,6 +216,7 @@ def test_synchronise_waits_for_what_is_queued_and_no_longer(acl: Acl, link: Call
         waiter.join()
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_an_exception_in_a_kernel_is_told_at_synchronise_with_the_operators_name(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -234,6 +235,7 @@ def test_an_exception_in_a_kernel_is_told_at_synchronise_with_the_operators_name
     assert done.stdout == "aclnnEmbedding failed on the device: index out of range in self\n" * 2, done.stderr
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_a_process_may_end_with_work_queued(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import ascend_emulator
+import pytest
 from ascend_emulator import Span
 
 from tests.emulator.acl import D2D, D2H, H2D, Acl
@@ -106,6 +107,7 @@ def test_a_trace_has_what_perfetto_needs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "empty.json").read_text()) == {"traceEvents": []}
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_a_slow_copy_overlaps_with_matrix_products(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
@@ -126,7 +128,7 @@ def test_a_slow_copy_overlaps_with_matrix_products(tmp_path: Path) -> None:
         os.chdir("/")  # the trace goes to where it was said to go when the script started
         """,
     )
-    done = run(*EMULATOR, "--h2d", "200MB/s", "--timeline", "trace.json", script, cwd=tmp_path)
+    done = run(*EMULATOR, "--h2d", "40MB/s", "--timeline", "trace.json", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -136,7 +138,7 @@ def test_a_slow_copy_overlaps_with_matrix_products(tmp_path: Path) -> None:
     beside = [span for span in products if copy["ts"] < span["ts"] and span["ts"] + span["dur"] < end]
     assert len(beside) > 10
     assert {(span["tid"] == copy["tid"], span["args"]["bytes"]) for span in beside} == {(False, 64 * 64 * 4)}
-    assert copy["dur"] >= 200_000  # microseconds
+    assert copy["dur"] >= 1_000_000  # microseconds
 
 
 def test_a_trace_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Guard:
         self._lock = lock
 
     def __enter__(self) -> None:
-        assert self._lock.acquire(timeout=10), "taken twice, or held while something waits"
+        assert self._lock.acquire(timeout=60), "taken twice, or held while something waits"
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()

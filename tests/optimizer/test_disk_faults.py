@@ -252,6 +252,7 @@ def test_slots_that_have_become_too_small_are_given_back(device: str, tmp_path: 
         assert tiered.step_bytes > 10 * params[0].nbytes
 
 
+@pytest.mark.slow(why="it kills process after process")
 @pytest.mark.skipif(RACES, reason="it runs on the cpu, in processes of its own")
 def test_kills_in_the_midst_of_steps() -> None:
     """What is left on disk is of no use to anybody, is swept, and the checkpoint is enough."""

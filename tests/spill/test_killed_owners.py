@@ -30,6 +30,7 @@ def test_nothing_is_left_of_processes_killed_before_any_call(killed: dict[str, i
     assert killed[f"killed before each call of a {work}"] > 10
 
 
+@pytest.mark.slow(why="it kills process after process")
 def test_processes_killed_while_they_move_records_harm_nobody() -> None:
     done = run("-m", "tests.spill.kill_tiers", "--times", f"{TIMES}", cwd=ROOT)
     assert done.returncode == 0, done.stderr

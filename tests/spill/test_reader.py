@@ -124,7 +124,6 @@ def test_what_cannot_be_opened_is_the_systems_error(
         read(tmp_path / "link")
 
 
-@pytest.mark.timeout(20)
 def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, mode in ((tmp_path / "pipe", "prw"), (tmp_path, "drwx"), (Path("/dev/zero"), "crw")):
