@@ -194,7 +194,8 @@ def _is_none(node: ast.expr) -> bool:
 def run_tests(folder: Path, tests: Sequence[str], schedule: str) -> int:
     """pytest's exit code."""
     environment = os.environ | {"ASCEND_EMULATOR_SCHEDULE": schedule, "ASCEND_EMULATOR_RACES": "1"}
-    options = ("-x", "-q", "-p", "no:cacheprovider", "--timeout=120")  # without a wait it may hang
+    # Without a wait, or with the turn taken for ever, it may hang in torch, where no signal would reach it.
+    options = ("-x", "-q", "-p", "no:cacheprovider", "--timeout=120", "--timeout-method=thread")
     command = (sys.executable, "-m", "pytest", *options, *tests)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode
 
