@@ -214,9 +214,10 @@ def dies(mutant: Mutant | None, schedule: str) -> bool:
             mutant.apply(folder)
         everything = [*INTERRUPTS, *(test for subject in SUBJECTS for test in subject.tests)]
         code = run_tests(folder, everything if mutant is None else mutant.tests, schedule)
-    if code not in (PASSED, *FAILED):
+    killed = code < 0  # by a signal, as where memory goes that a thread still writes to
+    if code not in (PASSED, *FAILED) and not killed:
         raise RuntimeError(f"pytest ended with {code}; {mutant or 'the code as it is'} could not be tested")
-    return code in FAILED
+    return killed or code in FAILED
 
 
 def main() -> None:
