@@ -46,8 +46,6 @@ class Activations:
         self._after = after
         self._graphs = itertools.count()
         self._closed = False
-        # A file operation that has ended is looked for with each tensor; all else waits for the next event.
-        self._spills = spiller is not None
         # For a saved tensor that dies: its block is put there, and then that is called, from anywhere.
         self.dropped, self.bury = turn.dropped, turn.bury
 
@@ -85,8 +83,8 @@ class Activations:
         """
         self._turn.take()
         try:
-            if self._spills:
-                self._store.progress()
+            if self._spiller is not None:
+                self._store.progress()  # with each tensor; all else waits for the next event
             if (graph, layer) != self._actions.saver:
                 self._actions.saves_come_from(graph, layer)
             block, view = self._store.save(tensor)
@@ -110,7 +108,7 @@ class Activations:
         """
         self._turn.take()
         try:
-            if self._spills:
+            if self._spiller is not None:
                 self._store.progress()
             if self._store.ended_bytes >= self._actions.enough:
                 self._actions.tell_news()

@@ -37,10 +37,10 @@ class HostRoom:
     @property
     def above(self) -> int:
         """By how many bytes the tier is too full for what comes next, if there is a disk to take them."""
-        stats = self._host.pool_stats()
-        if self._spiller is None or stats.capacity is None:
+        if self._spiller is None:
             return 0
-        return max(0, stats.used - int(_HIGH_WATER * stats.capacity))
+        stats = self._host.pool_stats()
+        return 0 if stats.capacity is None else max(0, stats.used - int(_HIGH_WATER * stats.capacity))
 
     def wait(self, nbytes: int) -> bool:
         """Waits for room. Whether there may be so much by now; False if there is nothing to wait for."""

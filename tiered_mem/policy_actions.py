@@ -64,9 +64,6 @@ class PolicyActions:
             self._do[kind]([block for block in map(find, keys) if block is not None])
 
 
-_KINDS = (Offload, Release, Reload, Spill, Fetch)
-
-
 def checked(policy: Policy, answer: object) -> list[Action]:
     """What a policy has answered; None is nothing. Raises PolicyError where that is no sequence of actions."""
     if answer is None:
@@ -76,7 +73,7 @@ def checked(policy: Policy, answer: object) -> list[Action]:
         raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
     actions = list(answer)
     for action in actions:
-        if not isinstance(action, _KINDS):
+        if not isinstance(action, Action):
             raise PolicyError(f"{name} answered {action!r}, which is not an action")
         if type(action.key) is not int and not isinstance(action.key, Integral):
             raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")

@@ -209,8 +209,8 @@ class BlockStore:
 
         Raises TierFull.
         """
-        nbytes = sum([size for size, _ in wanted])
         while (slots := self._host.find(wanted)) is None:
+            nbytes = sum(size for size, _ in wanted)
             if not self._host.can_hold(nbytes) or not self._make_room(nbytes):
                 return self._host.reserve(wanted)
         return slots
