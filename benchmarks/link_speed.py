@@ -19,9 +19,9 @@ from examples.devices import find_device
 from tiered_mem.allocators import SlabPool
 from tiered_mem.device import Device
 from tiered_mem.errors import PinningFailed
-from tiered_mem.pinned import pool_for
+from tiered_mem.host_memory import pool_for
+from tiered_mem.host_tier import bytes_of
 from tiered_mem.sizes import parse_bytes
-from tiered_mem.tiers import bytes_of
 
 SOURCES = {"npu": ("acl", "npurt", "acl-register"), "cuda": ("cuda", "cudart", "cuda-register")}
 PEER = "torch's own"

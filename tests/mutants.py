@@ -62,6 +62,7 @@ def found_by(*names: str, folder: str = "") -> list[str]:
     return [f"tests/{folder}test_{name}.py" for name in names]
 
 
+WING = "activations/"
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
@@ -70,12 +71,12 @@ OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts")
 SUBJECTS = (
-    Subject(code("transfer", "tiers", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
-    Subject(code("store", "block_copies"), found_by(*BLOCKS, *SAVED, "spilling")),
-    Subject(code("turn", "activations", "saved_tensor"), TURN_TESTS, calls=TURNS),
-    Subject(code("host_room"), found_by("run_ahead", "spilling")),
-    Subject(code("spiller", "wanted"), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
-    Subject(code("module_phases"), found_by(*PHASES)),
+    Subject(code("transfer", "host_tier", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
+    Subject(code("block_store", "block_copies", folder=WING), found_by(*BLOCKS, *SAVED, "spilling")),
+    Subject([*code("turn"), *code("activations", "saved_tensor", folder=WING)], TURN_TESTS, calls=TURNS),
+    Subject(code("host_room", folder=WING), found_by("run_ahead", "spilling")),
+    Subject(code("spiller", "wanted", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
+    Subject(code("modules", folder="phases/"), found_by(*PHASES)),
     Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
 )
 INTERRUPTS = ("tests/test_interrupts.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tiered_mem.device import Device, Event, Stream
-from tiered_mem.figures import Figures
-from tiered_mem.timeline import Direction
-from tiered_mem.trace import Trace
+from tiered_mem.trace.figures import Figures
+from tiered_mem.trace.recorder import Trace
+from tiered_mem.trace.timeline import Direction
 
 MIB = 1 << 20
 SLOW = "40MB/s"

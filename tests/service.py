@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tiered_mem import TieringManager
+from tiered_mem.activations.block import Block
 from tiered_mem.allocators import SlabPool
-from tiered_mem.block import Block
 from tiered_mem.policies import Action, Event, LayerEnd
 
 NBYTES = 12 << 20  # above 10 MiB the caching allocator gives a tensor a segment of its own

@@ -10,7 +10,7 @@ from tests.models import same, stack, take_gradients
 from tests.saving import Apply, leaf
 from tests.service import NBYTES, Service, make_tensor
 from tiered_mem import ChangedTensor
-from tiered_mem.block import view_of
+from tiered_mem.activations.block import view_of
 from tiered_mem.policies import Offload, Release
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -10,7 +10,7 @@ import torch
 from tests.conftest import Link
 from tests.service import NBYTES, SLOW, OnCommand, Service, make_tensor
 from tiered_mem import TieringManager
-from tiered_mem.block import view_of
+from tiered_mem.activations.block import view_of
 from tiered_mem.policies import Action, Event, LayerEnd, Offload, Release, Reload
 
 pytestmark = pytest.mark.usefixtures("no_gc")

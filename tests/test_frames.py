@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tiered_mem import TieringManager
-from tiered_mem.forward_pass import ForwardPass
-from tiered_mem.movable import Movable
+from tiered_mem.activations.forward_pass import ForwardPass
+from tiered_mem.activations.movable import Movable
 from tiered_mem.policies import LayerOrderPolicy
 
 NBYTES = 1 << 16

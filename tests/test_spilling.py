@@ -16,7 +16,7 @@ from tests.saving import Apply, leaf
 from tests.spill.declared_files import DeclaredFiles
 from tests.spilling import MIB, SAVED, Spilling, Training, files_in, keys, records_in, spill_all
 from tiered_mem import Closed, TieringManager
-from tiered_mem.block import view_of
+from tiered_mem.activations.block import view_of
 from tiered_mem.errors import CorruptRecord
 from tiered_mem.policies import (
     Fetch,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Link
 from tests.scene import MIB, SLOW, Scene, end, on_track
-from tiered_mem.trace import Trace
+from tiered_mem.trace.recorder import Trace
 
 
 @pytest.mark.schedules("eager", "late", why="its copies run when they like")
@@ -31,7 +31,7 @@ def test_waits_of_the_host_are_on_the_same_time_axis(scene: Scene, link: Link, t
 
 
 def test_times_hold_together_over_many_bases(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tiered_mem.trace._REBASE_SECONDS", 0.0)
+    monkeypatch.setattr("tiered_mem.trace.recorder._REBASE_SECONDS", 0.0)
     begin = scene.trace._base
     marks = []
     for layer in range(20):

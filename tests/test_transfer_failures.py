@@ -10,8 +10,8 @@ import torch
 from tests.conftest import EMULATED, Link
 from tests.reuse import use_free_memory
 from tests.service import NBYTES, SLOW, Service, interrupt_second_copy, make_tensor
+from tiered_mem.activations.block import view_of
 from tiered_mem.allocators import AclPinnedMemory, SlabPool
-from tiered_mem.block import view_of
 from tiered_mem.policies import Action, Offload, Release, Reload
 
 pytestmark = pytest.mark.usefixtures("no_gc")

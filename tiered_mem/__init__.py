@@ -28,7 +28,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .context import OffloadContext
+    from .activations.offload_context import OffloadContext
     from .manager import TieringManager
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ __all__ = [
     "TieringManager",
 ]
 
-_WITH_TORCH = {"OffloadContext": ".context", "TieringManager": ".manager"}
+_WITH_TORCH = {"OffloadContext": ".activations.offload_context", "TieringManager": ".manager"}
 _PACKAGES = ("allocators", "policies")
 
 

@@ -8,10 +8,10 @@ from .allocators import HostPool
 from .device import Device
 from .host_budget import HostBytes, host_budget, local_processes
 from .host_limit import host_limit, memlock_limit
-from .pinned import check_pin, pool_for
+from .host_memory import check_pin, pool_for
+from .host_tier import HostTier
 from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
-from .tiers import HostTier
 
 
 def host_tier(

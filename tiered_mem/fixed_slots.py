@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from .errors import TierFull
+from .host_tier import HostSlot, HostTier
 from .spill.io_queue import Job
-from .tiers import HostSlot, HostTier
 from .transfer import Ticket
 
 # Inside, the host tier is the caller's alone.

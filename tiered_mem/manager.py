@@ -12,34 +12,35 @@ from types import TracebackType
 
 import torch
 
-from .activations import Activations
+from .activations.activations import Activations
+from .activations.block_copies import BlockCopies
+from .activations.block_store import BlockStore
+from .activations.host_room import HostRoom
+from .activations.layer_context import LayerContext, LayerSequence
+from .activations.movable import Movable
+from .activations.offload_context import OffloadContext
+from .activations.policy_actions import PolicyActions, advice
+from .activations.repeated_blocks import repeated_blocks
+from .activations.spiller import Spiller
+from .activations.stayed import Stayed
+from .activations.traced_layers import TracedLayers
 from .allocators import HostPool
-from .block_copies import BlockCopies
 from .chosen_tiers import disk_tier, host_tier
-from .context import OffloadContext
 from .device import Device
 from .errors import DeviceFailed
-from .figures import summary_rows
 from .host_budget import HostBytes
-from .host_room import HostRoom
+from .host_tier import HostTier
 from .interrupts import Interrupts, uninterrupted
-from .layer_context import LayerContext, LayerSequence
-from .module_phases import ModulePhases
-from .movable import Movable
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
+from .phases.modules import ModulePhases
 from .policies import Action, ManualPolicy, Policy, policy_by_name
-from .policy_actions import PolicyActions, advice
-from .repeated_blocks import repeated_blocks
+from .report import flatten, summary
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
-from .spiller import Spiller
-from .stats import Counters, Stats, flatten, summary
-from .stayed import Stayed
-from .store import BlockStore
-from .tiers import HostTier
-from .trace import Trace
-from .traced_layers import TracedLayers
+from .stats import Counters, Stats
+from .trace.figures import summary_rows
+from .trace.recorder import Trace
 from .transfer import TransferEngine
 from .turn import Turn
 

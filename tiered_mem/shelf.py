@@ -7,11 +7,11 @@ from enum import Enum, auto
 
 from .errors import Closed, TierFull
 from .fixed_slots import FixedSlots
+from .host_tier import HostSlot
 from .spill.disk_record import Record
 from .spill.disk_tier import DiskTier
 from .spill.io_queue import Job
 from .spill.record_io import Piece
-from .tiers import HostSlot
 from .transfer import Ticket
 
 # Seconds between two looks at what has ended, while the host waits for a file.

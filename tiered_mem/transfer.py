@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from .device import Device, Event, Stream
-from .tiers import DeviceSlot, HostSlot
-from .timeline import Direction
-from .trace import Trace
+from .host_tier import DeviceSlot, HostSlot
+from .trace.recorder import Trace
+from .trace.timeline import Direction
 
 
 class TransferEngine:

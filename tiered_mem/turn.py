@@ -6,13 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
+from typing import Generic, TypeVar
 
-from .block import Block
 from .errors import Reentered
 from .interrupts import Interrupts
 
+_Block = TypeVar("_Block")
 
-class Turn:
+
+class Turn(Generic[_Block]):
     """Inside, the bookkeeping of a manager and the issuing of copies are one thread's alone. Not reentrant.
 
     A saved tensor may die anywhere, even in the middle of the code that has the turn. So its block is only put on a
@@ -24,13 +26,13 @@ class Turn:
     interrupts: is asked to look for new handlers of signals, but by `take`: saved tensors come by thousands.
     """
 
-    def __init__(self, let_go: Callable[[Block], None], interrupts: Interrupts) -> None:
+    def __init__(self, let_go: Callable[[_Block], None], interrupts: Interrupts) -> None:
         self._let_go = let_go
         self._interrupts = interrupts
         self._lock = threading.Lock()
         self._owner: int | None = None
         # Blocks that a saved tensor less needs, put here from anywhere, before `bury` is called.
-        self.dropped: deque[Block] = deque()
+        self.dropped: deque[_Block] = deque()
 
     def __enter__(self) -> None:
         """Raises Reentered for the thread that has the turn, which would wait for itself."""

@@ -15,8 +15,8 @@ from tests.fuzz.part import Part
 from tests.fuzz.processes import Processes
 from tests.fuzz.scenario import SCENARIOS
 from tests.fuzz.verdict import FINDING, RIGHT, Verdict, judge
-from tiered_mem.block import Block, View
-from tiered_mem.store import BlockStore
+from tiered_mem.activations.block import Block, View
+from tiered_mem.activations.block_store import BlockStore
 from tiered_mem.transfer import Ticket, TransferEngine
 
 pytestmark = [

@@ -10,8 +10,8 @@ import torch
 
 from ..device import Device, Stream, default_device
 from ..errors import DeviceUnavailable
-from ..pinned import chosen_pool
-from ..tiers import bytes_of, is_pinned
+from ..host_memory import chosen_pool
+from ..host_tier import bytes_of, is_pinned
 
 _BYTES = 64 << 20
 _COPIES, _ROUNDS = 2, 7

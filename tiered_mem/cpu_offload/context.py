@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..activations.layer_context import LayerContext
 from ..host_budget import HostBytes
-from ..layer_context import LayerContext
 from .synchronizers import (
     DefaultOffloadSynchronizer,
     ManualOffloadSynchronizer,

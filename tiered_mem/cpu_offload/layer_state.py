@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from ..activations import Activations
+from ..activations.activations import Activations
+from ..activations.forward_pass import ForwardPass
+from ..activations.movable import Movable
+from ..activations.saved_tensor import SavedTensor
 from ..device import default_device
-from ..forward_pass import ForwardPass
 from ..host_budget import HostBytes
 from ..interrupts import uninterrupted
 from ..manager import TieringManager
-from ..movable import Movable
-from ..parts import take_apart
 from ..policies import ManualPolicy, Offload, Release, Reload
-from ..saved_tensor import SavedTensor
+from ..wrappers import take_apart
 
 # What a push returns: a number; the tensor itself, if it stays; of a tensor made of parts, what each part's push
 # returned, and what makes it of them again.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..forward_pass import is_packing
-from ..marks import mark_stays, mark_whole
-from ..parts import plain_tensors
+from ..activations.forward_pass import is_packing
+from ..activations.marks import mark_stays, mark_whole
+from ..wrappers import plain_tensors
 
 
 def mark_not_offload(*tensors: Any) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
+from ..activations.layer_context import LayerSequence
+from ..activations.movable import Movable
 from ..host_budget import HostBytes
 from ..interrupts import uninterrupted
-from ..layer_context import LayerSequence
 from ..manager import TieringManager
-from ..movable import Movable
 from ..policies import LayerOrderPolicy, ManualPolicy, Policy, SynchronizationDictPolicy
 from .layer_state import MIN_ELEMENTS, LayerMoves, Pushed, PushedTensors, device_of
 

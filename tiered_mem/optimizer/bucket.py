@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..device import Stream
-from ..tiers import DeviceSlot, HostSlot
+from ..host_tier import DeviceSlot, HostSlot
 from .layout import Field, Layout, Movable, as_bytes, fields_of
 from .leaves import Path, leaf_at, leaves, put_leaf
 from .partial_step import Param, State

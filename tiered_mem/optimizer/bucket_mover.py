@@ -11,8 +11,8 @@ import torch
 from ..device import Device, Stream
 from ..errors import TierFull
 from ..fixed_slots import Exclusive
+from ..host_tier import DeviceSlot
 from ..sizes import format_bytes
-from ..tiers import DeviceSlot
 from ..transfer import Ticket, TransferEngine
 from .bucket import Bucket, Leaving
 from .layout import Movable

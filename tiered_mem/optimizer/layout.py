@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device import Device
-from ..parts import Rebuild, take_apart
+from ..wrappers import Rebuild, take_apart
 from .leaves import Path, leaves
 from .sharding import largest_share, local_shape, spread_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..parts import plain_tensors
+from ..wrappers import plain_tensors
 from .layout import Movable, Pieces
 from .leaves import contents
 

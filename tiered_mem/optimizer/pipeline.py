@@ -8,7 +8,7 @@ import torch
 
 from ..device import Device, Stream
 from ..fixed_slots import Exclusive
-from ..tiers import DeviceSlot, HostSlot
+from ..host_tier import DeviceSlot, HostSlot
 from ..transfer import Ticket, TransferEngine
 from .bucket import Bucket
 from .layout import Movable

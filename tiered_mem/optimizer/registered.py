@@ -11,9 +11,9 @@ import torch
 
 from ..device import Device
 from ..fixed_slots import Exclusive
+from ..host_tier import HostTier
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
-from ..tiers import HostTier
 from ..transfer import TransferEngine
 from .known import check_has_states
 from .residence import Residences

@@ -11,10 +11,10 @@ import torch
 from ..allocators import round_up
 from ..errors import Closed, TierFull
 from ..fixed_slots import Exclusive, FixedSlots
+from ..host_tier import HostSlot, HostTier
 from ..shelf import Shelf, State
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
-from ..tiers import HostSlot, HostTier
 from ..transfer import Ticket
 
 # Some are read, one is stepped, the next is on the device already, and some are written.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..parts import plain_tensors
+from ..wrappers import plain_tensors
 from .leaves import leaf_at, leaves
 from .partial_step import NeedsAll, Param, PartialStep, State, bare_step
 from .random_numbers import RandomNumbers

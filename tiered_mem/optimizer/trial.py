@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..parts import plain_tensors
+from ..wrappers import plain_tensors
 from .known import HOOKS
 from .layout import Layout, Movable, layout_of
 from .leaves import contents

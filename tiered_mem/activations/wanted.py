@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from ..errors import TierFull
+from ..host_tier import HostSlot, HostTier
+from ..stats import Counters
 from .block import Block, Place
-from .errors import TierFull
 from .spill_moves import Read
 from .spiller import Spiller
-from .stats import Counters
-from .tiers import HostSlot, HostTier
 
 
 class WantedBlocks:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch.autograd.graph import Node
 
-from .device import Device
+from ..device import Device
+from ..stats import Reason
+from ..wrappers import plain_tensors
 from .marks import STAYS, stays
-from .parts import plain_tensors
-from .stayed import Reason, Stayed
+from .stayed import Stayed
 
 
 class Movable:

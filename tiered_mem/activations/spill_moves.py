@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..host_tier import HostSlot, Lease
+from ..spill.disk_record import Record
+from ..spill.io_queue import Job
+from ..transfer import Ticket
 from .block import Block, Move, Shared
-from .spill.disk_record import Record
-from .spill.io_queue import Job
-from .tiers import HostSlot, Lease
-from .transfer import Ticket
 
 
 class Member(NamedTuple):

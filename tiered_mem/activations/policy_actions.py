@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
+from ..errors import PolicyError
+from ..policies import Action, Dropped, Event, Fetch, HostPressure, Offload, Policy, Release, Reload, Saved, Spill
 from .block import Block
-from .errors import PolicyError
-from .policies import Action, Dropped, Event, Fetch, HostPressure, Offload, Policy, Release, Reload, Saved, Spill
-from .store import BlockStore
+from .block_store import BlockStore
 
 # Saved and dropped blocks are told together, when so many bytes of them have come.
 _GATHERED_BYTES = 64 << 20

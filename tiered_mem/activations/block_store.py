@@ -9,20 +9,20 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from .block import Block, Place, Span, View, flat, groups, span_of, view_of
+from ..device import Device
+from ..errors import Closed, TierFull, changed_tensor
+from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
+from ..policies import Release, Spill
+from ..stats import Counters
+from ..transfer import Ticket
+from .block import Block, Place, Span, View, flat, span_of, view_of
 from .block_copies import BlockCopies
-from .device import Device
-from .errors import Closed, TierFull, changed_tensor
 from .host_room import HostRoom
 from .marks import STAYS
-from .policies import Release, Spill
 from .spiller import Spiller
-from .stats import Counters
-from .tiers import DeviceSlot, HostSlot, HostTier
-from .transfer import Ticket
 from .wanted import WantedBlocks
 
-_log = logging.getLogger("tiered_mem.store")
+_log = logging.getLogger("tiered_mem.activations.block_store")
 
 
 class BlockStore:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .errors import Offloaded
+from ..errors import Offloaded
 
 
 class Home(Protocol):

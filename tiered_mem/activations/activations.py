@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ..errors import Closed
+from ..interrupts import uninterrupted
+from ..policies import Action, Event
+from ..turn import Turn
 from .block import Block, View
-from .errors import Closed
-from .interrupts import uninterrupted
-from .policies import Action, Event
+from .block_store import BlockStore
 from .policy_actions import PolicyActions
 from .spiller import Spiller
 from .stayed import Stayed
-from .store import BlockStore
 from .traced_layers import TracedLayers
-from .turn import Turn
 
 
 class Activations:
@@ -28,7 +28,7 @@ class Activations:
 
     def __init__(
         self,
-        turn: Turn,
+        turn: Turn[Block],
         actions: PolicyActions,
         store: BlockStore,
         *,

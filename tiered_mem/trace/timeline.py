@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .spill.disk_record import OperationKind
+from ..spill.disk_record import OperationKind
 
 Direction = Literal["offload", "reload"]
 

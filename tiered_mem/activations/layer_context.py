@@ -8,9 +8,9 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..interrupts import uninterrupted
 from .activations import Activations
 from .forward_pass import ForwardPass
-from .interrupts import uninterrupted
 from .movable import Movable
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from .away import away, bring_back
-from .device import Event
-from .interrupts import uninterrupted
-from .module_storages import HeldStorage
-from .tiers import HostSlot
+from ..device import Event
+from ..host_tier import HostSlot
+from ..interrupts import uninterrupted
+from .placeholder import away, bring_back
+from .storages import HeldStorage
 
 # Where the host memory of a storage waits for the next cycle: on the storage. New gradients come with new storages,
 # so that theirs waits on the parameter's.

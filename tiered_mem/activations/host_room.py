@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-from .policies import Action
+from ..host_tier import HostTier
+from ..policies import Action
+from ..stats import Counters
+from ..trace.recorder import Trace
 from .spiller import Spiller
-from .stats import Counters
-from .tiers import HostTier
-from .trace import Trace
 
 # The share of the host tier above which blocks go down to disk, so that what comes next finds room.
 _HIGH_WATER = 0.75

@@ -14,9 +14,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from ..interrupts import uninterrupted
 from .activations import Activations
 from .forward_pass import ForwardPass, is_method_of, untraced
-from .interrupts import uninterrupted
 from .movable import Movable
 
 

@@ -19,11 +19,11 @@ from .allocators import (
 )
 from .device import Device
 from .errors import PinningFailed
+from .host_tier import bytes_of, is_pinned
 from .sizes import format_bytes
-from .tiers import bytes_of, is_pinned
 from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
 
-_log = logging.getLogger("tiered_mem.pinned")
+_log = logging.getLogger("tiered_mem.host_memory")
 
 _SLAB_BYTES = 1 << 30
 _PROBE_BYTES = 2 << 20

@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from .away import away, send_away
-from .block import groups
-from .device import Device, Event
-from .errors import OffloadRefused, TierFull
-from .module_storages import HeldStorage, held_storages, members
+from ..device import Device, Event
+from ..errors import OffloadRefused, TierFull
+from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
+from ..sizes import format_bytes
+from ..transfer import TransferEngine
 from .parked import HostCopy, Parked, keep_copy, kept_copy
-from .sizes import format_bytes
-from .tiers import DeviceSlot, HostSlot, HostTier
-from .transfer import TransferEngine
+from .placeholder import away, send_away
+from .storages import HeldStorage, held_storages, members
 
-_log = logging.getLogger("tiered_mem.module_phases")
+_log = logging.getLogger("tiered_mem.phases.modules")
 
 Reserve = Callable[[Sequence[tuple[int, torch.dtype]]], list[HostSlot]]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -14,7 +15,7 @@ from .allocators import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
 from .device import Device, Event, Stream
 from .errors import DeviceFailed, TierFull
 
-_log = logging.getLogger("tiered_mem.tiers")
+_log = logging.getLogger("tiered_mem.host_tier")
 
 
 @dataclass(slots=True, eq=False)
@@ -295,3 +296,30 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     except RuntimeError as error:
         _log.warning("torch cannot tell whether host memory is pinned, and it counts as not pinned: %s", str(error))
         return False
+
+
+# Blocks that leave together come back at about the same time. Above this size a block is worth a region and a file
+# of its own.
+_TOGETHER_BYTES = 8 << 20
+
+
+class _HasBytes(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Sized = TypeVar("_Sized", bound=_HasBytes)
+
+
+def groups(blocks: Sequence[_Sized]) -> Iterator[list[_Sized]]:
+    """The blocks, or what else has a size, in order, cut where they would pass 8 MiB."""
+    group: list[_Sized] = []
+    nbytes = 0
+    for block in blocks:
+        if group and nbytes + block.nbytes > _TOGETHER_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(block)
+        nbytes += block.nbytes
+    if group:
+        yield group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .sizes import format_bytes
+from ..sizes import format_bytes
 from .timeline import layer_name
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from .device import Stream
+from ..device import Stream
+from ..host_tier import HostSlot
+from ..spill.disk_record import Record
+from ..transfer import Ticket
 from .marks import moves_whole
-from .spill.disk_record import Record
-from .tiers import HostSlot
-from .transfer import Ticket
 
 # Which storage, the first byte in it, and the number of bytes.
 Span = tuple[int, int, int]
@@ -105,33 +104,6 @@ class Block:
             if tensor._version != version:
                 return False
         return not self.changed
-
-
-# Blocks that leave together come back at about the same time. Above this size a block is worth a region and a file
-# of its own.
-_TOGETHER_BYTES = 8 << 20
-
-
-class _HasBytes(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-_Sized = TypeVar("_Sized", bound=_HasBytes)
-
-
-def groups(blocks: Sequence[_Sized]) -> Iterator[list[_Sized]]:
-    """The blocks, or what else has a size, in order, cut where they would pass 8 MiB."""
-    group: list[_Sized] = []
-    nbytes = 0
-    for block in blocks:
-        if group and nbytes + block.nbytes > _TOGETHER_BYTES:
-            yield group
-            group, nbytes = [], 0
-        group.append(block)
-        nbytes += block.nbytes
-    if group:
-        yield group
 
 
 class View(NamedTuple):

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from .device import Device, Event, Stream
+from ..device import Device, Event, Stream
+from ..spill.disk_record import Operation, OperationKind
 from .figures import Figures, Stall, Total
-from .spill.disk_record import Operation, OperationKind
 from .timeline import (
     Copy,
     Direction,

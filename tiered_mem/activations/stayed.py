@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal, get_args
 
-from .sizes import format_bytes
-from .totals import Moved
+from ..sizes import format_bytes
+from ..stats import REASONS, Moved, Reason
 
-_log = logging.getLogger("tiered_mem.stayed")
-
-Reason = Literal["small", "outside", "other_device", "kind", "marked", "no_room", "policy"]
-REASONS: tuple[Reason, ...] = get_args(Reason)
+_log = logging.getLogger("tiered_mem.activations.stayed")
 
 _WORDS: dict[Reason, str] = {
     "small": "in tensors below min_bytes",

@@ -6,11 +6,10 @@ import itertools
 import operator
 from collections.abc import Sequence
 
+from ..host_tier import DeviceSlot, HostSlot, HostTier
+from ..stats import Counters, Moved
+from ..transfer import TransferEngine
 from .block import Block, Place
-from .stats import Counters
-from .tiers import DeviceSlot, HostSlot, HostTier
-from .totals import Moved
-from .transfer import TransferEngine
 
 
 class BlockCopies:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from .away import away, can_go
-from .device import Device
-from .errors import OffloadRefused
+from ..device import Device
+from ..errors import OffloadRefused
+from .placeholder import away, can_go
 
 
 @dataclass(slots=True, eq=False)

@@ -8,13 +8,13 @@ from itertools import groupby
 
 import torch
 
-from .block import Block, Place, Shared, Stored, groups
-from .errors import TierFull
-from .spill.disk_tier import DiskTier
-from .spill.record_io import Piece
+from ..errors import TierFull
+from ..host_tier import HostSlot, HostTier, groups
+from ..spill.disk_tier import DiskTier
+from ..spill.record_io import Piece
+from ..stats import Counters
+from .block import Block, Place, Shared, Stored
 from .spill_moves import Member, Read, Write
-from .stats import Counters
-from .tiers import HostSlot, HostTier
 
 # Operations end in about the order in which they were begun, and each look at one costs the training thread time.
 _LOOKED_AT = 8

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from .interrupts import uninterrupted
-from .policies import Event, LayerBegin, LayerEnd
-from .trace import Trace
-from .turn import Turn
+from ..interrupts import uninterrupted
+from ..policies import Event, LayerBegin, LayerEnd
+from ..trace.recorder import Trace
+from ..turn import Turn
+from .block import Block
 
 
 class TracedLayers:
     """Gets the events that a policy gets, in their order, and tells the trace of those about layers."""
 
-    def __init__(self, trace: Trace, turn: Turn) -> None:
+    def __init__(self, trace: Trace, turn: Turn[Block]) -> None:
         self._trace = trace
         self._turn = turn
         self._backward = -1

@@ -11,11 +11,11 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..interrupts import uninterrupted
+from ..policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
+from ..wrappers import take_apart
 from .activations import Activations
-from .interrupts import uninterrupted
 from .movable import Movable, has_storage
-from .parts import take_apart
-from .policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
 from .saved_tensor import KeptTensor, Saved, SavedParts, SavedTensor, StrayTensor, keep
 
 P = ParamSpec("P")

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import changed_tensor
+from ..interrupts import uninterrupted
+from ..wrappers import Apart
 from .activations import Activations
 from .block import Block, Origin, View, origin_of
-from .errors import changed_tensor
-from .interrupts import uninterrupted
-from .parts import Apart
 
 
 class SavedTensor:
