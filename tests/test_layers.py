@@ -158,8 +158,8 @@ def test_tiered_mem_imports_downwards() -> None:
 
 def test_the_disk_tier_knows_nothing_of_torch() -> None:
     for path in sorted((ROOT / "tiered_mem" / "spill").glob("*.py")):
-        strange = {top(name) for name in imports(tree_of(path)) if not name.startswith(".")} - sys.stdlib_module_names
-        strange -= {"numpy", "psutil", *OPTIONAL}
+        strange = {top(name) for name in imports(tree_of(path)) if not name.startswith(".")}
+        strange -= {*sys.stdlib_module_names, "numpy", "psutil", *OPTIONAL}
         strange |= rooms(path) - BELOW_SPILL
         assert not strange, f"{path.relative_to(ROOT)} imports {strange}"
 

@@ -19,12 +19,15 @@ import tiered_mem
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "tiered_mem",
+    "tiered_mem.activations",
     "tiered_mem.allocators",
     "tiered_mem.cli",
     "tiered_mem.cpu_offload",
     "tiered_mem.optimizer",
+    "tiered_mem.phases",
     "tiered_mem.policies",
     "tiered_mem.spill",
+    "tiered_mem.trace",
 )
 BUILD = """
 import sys
