@@ -63,6 +63,7 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 
 
 WING = "activations/"
+STORE = ("block_store", "block_copies", "saved_blocks")
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
@@ -72,10 +73,12 @@ OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="opt
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts")
 SUBJECTS = (
     Subject(code("transfer", "host_tier", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
-    Subject(code("block_store", "block_copies", folder=WING), found_by(*BLOCKS, *SAVED, "spilling")),
+    Subject(
+        code("block_store", "block_copies", "saved_blocks", folder=WING), found_by(*BLOCKS, *SAVED, "spilling")
+    ),
     Subject([*code("turn"), *code("activations", "saved_tensor", folder=WING)], TURN_TESTS, calls=TURNS),
     Subject(code("host_room", folder=WING), found_by("run_ahead", "spilling")),
-    Subject(code("spiller", "wanted", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
+    Subject(code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
     Subject(code("modules", folder="phases/"), found_by(*PHASES)),
     Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
 )

@@ -75,7 +75,7 @@ def spill_all(manager: TieringManager) -> None:
 
 
 def keys(manager: TieringManager) -> list[int]:
-    return [block.key for block in manager._store.blocks]
+    return list(manager._store.blocks.by_key)
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -12,18 +12,16 @@ from types import TracebackType
 
 import torch
 
-from .activations.activations import Activations
+from .activations.activations import Activations, TracedLayers
 from .activations.block_copies import BlockCopies
 from .activations.block_store import BlockStore
 from .activations.host_room import HostRoom
 from .activations.layer_context import LayerContext, LayerSequence
-from .activations.movable import Movable
+from .activations.movable import Movable, Stayed
 from .activations.offload_context import OffloadContext
 from .activations.policy_actions import PolicyActions, advice
 from .activations.repeated_blocks import repeated_blocks
 from .activations.spiller import Spiller
-from .activations.stayed import Stayed
-from .activations.traced_layers import TracedLayers
 from .allocators import HostPool
 from .chosen_tiers import disk_tier, host_tier
 from .device import Device
@@ -125,7 +123,7 @@ class TieringManager:
             room = HostRoom(self._host, spiller, partial(advice, self._policy), self._counters, self._trace)
             copies = BlockCopies(self._host, self._engine, self._counters)
             self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
-            self._turn = Turn(self._store.let_go, self._interrupts)
+            self._turn = Turn(self._store.drop, self._interrupts)
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
             self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)
             self.activations = Activations(
@@ -279,7 +277,8 @@ class TieringManager:
             self.activations.go_on()
             self._host.collect()
             disk = None if self._disk is None else self._disk.stats()
-            stats = flatten(self._counters, self._host.pool_stats(), self._host.slots, self._store.blocks, disk)
+            blocks = self._store.blocks.by_key.values()
+            stats = flatten(self._counters, self._host.pool_stats(), self._host.slots, blocks, disk)
             return stats | self._phases.stats()
 
     def memory_summary(self) -> str:
@@ -300,7 +299,7 @@ class TieringManager:
         self._optimizers.settle()
         with self._turn:
             self._engine.synchronize()
-            self._store.settle()
+            self._store.wait()
             self._host.collect()
 
     @uninterrupted
@@ -319,11 +318,11 @@ class TieringManager:
         try:
             self._optimizers.close()
             with self._turn:
-                for block in list(self._store.blocks):
-                    self._store.retire(block)
+                for block in list(self._store.blocks.by_key.values()):
+                    self._store.free(block)
                 self._phases.close()
                 self._engine.synchronize()
-                self._store.settle()
+                self._store.wait()
         except DeviceFailed:
             # Host memory stays, as nobody knows what the device still does with it. Files can go.
             if self._disk is not None:

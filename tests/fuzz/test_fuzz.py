@@ -65,7 +65,7 @@ def one_wrong_element(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockStore, "let_go", lambda store, block: False)
+    monkeypatch.setattr(BlockStore, "drop", lambda store, block: False)
     monkeypatch.setattr("tests.fuzz.tiering.eventually", lambda condition: condition())  # it never comes
 
 

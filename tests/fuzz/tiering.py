@@ -105,7 +105,7 @@ class Tiered:
     def act(self) -> None:
         """Any actions on the blocks there are, if the case is one that does so."""
         if self._rng.random() < self._plan.acts:
-            keys = [block.key for block in self.manager._store.blocks] or [0]
+            keys = list(self.manager._store.blocks.by_key) or [0]
             kinds = [self._rng.choice(ACTIONS) for _ in range(self._rng.randint(1, 4))]
             self.manager.act(kind(self._rng.choice(keys)) for kind in kinds)
 

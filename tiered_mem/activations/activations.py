@@ -9,14 +9,14 @@ import torch
 
 from ..errors import Closed
 from ..interrupts import uninterrupted
-from ..policies import Action, Event
+from ..policies import Action, Event, LayerBegin, LayerEnd
+from ..trace.recorder import Trace
 from ..turn import Turn
 from .block import Block, View
 from .block_store import BlockStore
+from .movable import Stayed
 from .policy_actions import PolicyActions
 from .spiller import Spiller
-from .stayed import Stayed
-from .traced_layers import TracedLayers
 
 
 class Activations:
@@ -40,6 +40,7 @@ class Activations:
         self._turn = turn
         self._actions = actions
         self._store = store
+        self._blocks = store.blocks
         self._spiller = spiller
         self._traced = traced
         self._before = before
@@ -87,10 +88,10 @@ class Activations:
                 self._store.progress()  # with each tensor; all else waits for the next event
             if (graph, layer) != self._actions.saver:
                 self._actions.saves_come_from(graph, layer)
-            block, view = self._store.save(tensor)
+            block, view = self._blocks.save(tensor)
             if self._traced is not None and view.number == 0:
                 self._traced.saved(graph, layer, block.nbytes)
-            if self._store.saved_bytes >= self._actions.enough:
+            if self._blocks.saved_bytes >= self._actions.enough:
                 try:
                     self._actions.tell_news()
                 except BaseException:
@@ -110,7 +111,7 @@ class Activations:
         try:
             if self._spiller is not None:
                 self._store.progress()
-            if self._store.ended_bytes >= self._actions.enough:
+            if self._blocks.ended_bytes >= self._actions.enough:
                 self._actions.tell_news()
             return self._store.load(block, view)
         finally:
@@ -119,19 +120,19 @@ class Activations:
     def any_alive(self, keys: Iterable[int]) -> bool:
         """Whether any of the blocks is still needed."""
         with self._turn:
-            return any(self._store.find(key) is not None for key in keys)
+            return any(self._blocks.find(key) is not None for key in keys)
 
     @uninterrupted
     def offloaded_bytes(self, keys: Iterable[int]) -> int:
         """The size of those of the blocks that are still needed and were offloaded, though they may be back."""
         with self._turn:
-            blocks = (self._store.find(key) for key in set(keys))
+            blocks = (self._blocks.find(key) for key in set(keys))
             return sum(block.nbytes for block in blocks if block is not None and block.offloaded)
 
     def count_stayed(self, keys: Iterable[int], stayed: Stayed) -> int:
         """Counts those of the blocks that have not been offloaded. The size of the others."""
         with self._turn:
-            blocks = [block for key in set(keys) if (block := self._store.find(key)) is not None]
+            blocks = [block for key in set(keys) if (block := self._blocks.find(key)) is not None]
             for block in blocks:
                 if not block.offloaded:
                     stayed.add("no_room" if block.no_room else "policy", block.nbytes)
@@ -151,3 +152,31 @@ class Activations:
         self._before()
         self._store.progress()
         self._actions.tell_news()
+
+
+class TracedLayers:
+    """Gets the events that a policy gets, in their order, and tells the trace of those about layers."""
+
+    def __init__(self, trace: Trace, turn: Turn[Block]) -> None:
+        self._trace = trace
+        self._turn = turn
+        self._backward = -1
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, LayerBegin):
+            self._trace.layer_begins(event.graph, event.layer, backward=event.backward)
+            task = torch._C._current_graph_task_id()
+            if event.backward and task not in (-1, self._backward):
+                # Nothing but the engine knows when its last layer is through.
+                self._backward = task
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        elif isinstance(event, LayerEnd):
+            self._trace.layer_ends(event.graph, event.layer)
+
+    def saved(self, graph: int, layer: int, nbytes: int) -> None:
+        self._trace.saved(graph, layer, nbytes)
+
+    @uninterrupted
+    def _backward_ends(self) -> None:
+        with self._turn:
+            self._trace.backward_ends()

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ..device import Stream
-from ..host_tier import HostSlot
+from ..host_tier import HostSlot, Lease
 from ..spill.disk_record import Record
+from ..spill.io_queue import Job
 from ..transfer import Ticket
-from .marks import moves_whole
+from .movable import moves_whole
 
 # Which storage, the first byte in it, and the number of bytes.
 Span = tuple[int, int, int]
@@ -34,28 +35,6 @@ class Place(enum.Enum):
     DISK = "disk"  # and nowhere else, though a read may be under way
     ARRIVING = "arriving"  # a copy to the device is under way or done, nobody has waited for it yet
     GONE = "gone"
-
-
-@dataclass(slots=True, eq=False)
-class Shared:
-    """A record, and how many blocks and reads need it."""
-
-    record: Record
-    users: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Stored:
-    """Where a block is on disk: in which record, and which piece of it."""
-
-    shared: Shared
-    index: int
-
-
-class Move:
-    """A file operation that blocks take part in."""
-
-    __slots__ = ()
 
 
 class Block:
@@ -105,6 +84,19 @@ class Block:
                 return False
         return not self.changed
 
+    def flat(self) -> torch.Tensor:
+        """The device bytes as a 1-dimensional tensor. Raises RuntimeError where they are elsewhere."""
+        tensor = self.tensor
+        if tensor is None:
+            raise RuntimeError(f"block {self.key} is not on the device")
+        # What was away once lies in memory of its own, of which the span says nothing.
+        if self.left:
+            return tensor
+        if tensor.nbytes == self.nbytes and tensor.is_contiguous():
+            return tensor.view(-1)
+        itemsize = tensor.element_size()
+        return tensor.as_strided((self.nbytes // itemsize,), (1,), self.span[1] // itemsize)
+
 
 class View(NamedTuple):
     """How a saved tensor lies in its block; `offset` and `stride` are in elements.
@@ -142,14 +134,6 @@ def span_of(tensor: torch.Tensor) -> Span:
     return storage._cdata, 0, whole
 
 
-def flat(detached: torch.Tensor, span: Span) -> torch.Tensor:
-    """The elements of a span of the tensor's own storage, as a 1-dimensional view of it."""
-    if detached.nbytes == span[2] and detached.is_contiguous():
-        return detached.view(-1)
-    itemsize = detached.element_size()
-    return detached.as_strided((span[2] // itemsize,), (1,), span[1] // itemsize)
-
-
 def view_of(tensor: torch.Tensor, span: Span, number: int) -> View:
     """How the tensor, which is the block's saved tensor with this number, lies in the block of that span."""
     offset = int(tensor.storage_offset()) - span[1] // tensor.element_size()
@@ -163,3 +147,53 @@ def origin_of(tensor: torch.Tensor) -> Origin:
     """By what autograd names the tensor in its errors."""
     node = tensor.grad_fn
     return None if node is None else (node.name(), tensor.output_nr)
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """A record, and how many blocks and reads need it."""
+
+    record: Record
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """Where a block is on disk: in which record, and which piece of it. unreadable: a read of it has failed."""
+
+    shared: Shared
+    index: int
+    unreadable: bool = False
+
+
+class Move:
+    """A file operation that blocks take part in."""
+
+    __slots__ = ()
+
+
+class Member(NamedTuple):
+    """A block of a file operation, the slot that it is written from or read into, and what keeps that meanwhile."""
+
+    block: Block
+    slot: HostSlot
+    lease: Lease
+
+
+@dataclass(slots=True, eq=False)
+class Write(Move):
+    """Blocks that go into one record, once the copies to the host have ended that fill their slots."""
+
+    members: list[Member]
+    nbytes: int
+    copies: list[Ticket]
+    record: Record | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Read(Move):
+    """Blocks that come back from one record."""
+
+    members: list[Member]
+    job: Job
+    shared: Shared

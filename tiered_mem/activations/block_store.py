@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -15,23 +14,21 @@ from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
 from ..policies import Release, Spill
 from ..stats import Counters
 from ..transfer import Ticket
-from .block import Block, Place, Span, View, flat, span_of, view_of
+from .block import Block, Place, View
 from .block_copies import BlockCopies
 from .host_room import HostRoom
-from .marks import STAYS
+from .movable import STAYS
+from .saved_blocks import SavedBlocks
 from .spiller import Spiller
-from .wanted import WantedBlocks
 
-_log = logging.getLogger("tiered_mem.activations.block_store")
+_log = logging.getLogger("tiered_mem.activations")
 
 
 class BlockStore:
     """Does what a policy advises, as far as the place of each block allows it. One thread at a time.
 
     spiller: None where there is no disk tier.
-
-    saved, saved_bytes: key and size of the blocks that were saved since they were last taken, and the sum.
-    ended, ended_bytes: of those that nobody needs any more.
+    blocks: those that exist.
     """
 
     def __init__(
@@ -50,39 +47,8 @@ class BlockStore:
         self._counters = counters
         self._room = room
         self._spiller = spiller
-        self._wanted = None if spiller is None else WantedBlocks(host, spiller, counters)
-        self._blocks: dict[int, Block] = {}
-        # None for a block that is gone by now.
-        self.find = self._blocks.get
-        self._by_span: dict[Span, Block] = {}
-        self._keys = itertools.count()
+        self.blocks = SavedBlocks(device)
         self._moves: list[tuple[Block, DeviceSlot, HostSlot]] = []  # to begin together
-        self.saved: list[tuple[int, int]] = []
-        self.saved_bytes = 0
-        self.ended: list[int] = []
-        self.ended_bytes = 0
-
-    @property
-    def blocks(self) -> Collection[Block]:
-        return self._blocks.values()
-
-    def save(self, tensor: torch.Tensor) -> tuple[Block, View]:
-        """The block of the tensor's storage, held once more, and how the tensor lies in it.
-
-        It is a new block if none holds the same contents.
-        """
-        span = span_of(tensor)
-        version = tensor._version
-        detached = tensor.detach()
-        block = self._by_span.get(span)
-        if block is None or block.versions[-1][1] != version or not block.unchanged():
-            block = Block(next(self._keys), span, detached, self._current_stream())
-            self._blocks[block.key] = self._by_span[span] = block
-        block.holders += 1
-        block.versions.append((detached, version))
-        self.saved.append((block.key, block.nbytes))
-        self.saved_bytes += block.nbytes
-        return block, view_of(tensor, span, len(block.versions) - 1)
 
     def load(self, block: Block, view: View) -> torch.Tensor:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
@@ -91,10 +57,10 @@ class BlockStore:
                 raise changed_tensor(view, view.origin)
         if block.changed:
             raise changed_tensor(view, view.origin)
-        if block.place is Place.DISK and self._wanted is not None:
-            self._bring_up(block, self._wanted)
+        if block.place is Place.DISK and self._spiller is not None:
+            self._bring_up(block, self._spiller)
         if block.place is Place.HOST:
-            if self._wanted is None or block not in self._wanted:
+            if self._spiller is None or block not in self._spiller.wanted:
                 self._counters.reloads_on_demand += 1
             self.reload([block])
         if block.tensor is None:
@@ -134,14 +100,12 @@ class BlockStore:
             if block.place is not Place.LEAVING or ticket is None:
                 block.due = block.chosen  # about to leave: as soon as it does
                 continue
-            for saved, version in block.versions:
-                if saved._version != version:
-                    block.changed = True
+            block.changed = not block.unchanged()
             if block.stream.stream_id not in ticket.held:
                 ticket.hold(block.stream, "release")
             block.place = Place.DISK if block.host is None else Place.HOST
             block.left = True
-            self._forget_device(block)
+            self._free_device(block)
             self._counters.released.count += 1
             self._counters.released.nbytes += block.nbytes
 
@@ -165,19 +129,19 @@ class BlockStore:
 
     def progress(self) -> None:
         """Goes on with what was waiting for a file operation that has ended."""
-        if self._wanted is None or not self._wanted.busy:
-            return
-        self.reload_early(self._wanted.collect())
-        self._wanted.fetch()
+        spiller = self._spiller
+        if spiller is not None and (spiller.busy or spiller.wanted):
+            self.reload_early(spiller.arrived())
+            spiller.fetch_wanted()
 
     def begin_step(self) -> None:
         """A forward begins. The host waits where it is too many steps ahead of the device."""
         self._room.begin_step()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for the file operations under way."""
-        if self._spiller is not None:
-            self._spiller.drain()
+        while self._spiller is not None and self._spiller.wait():
+            pass
 
     def reload(self, blocks: Sequence[Block]) -> None:
         """Starts to copy blocks to the device. What is on disk is read first, and copied when `progress` finds it.
@@ -194,15 +158,15 @@ class BlockStore:
                         moves.append((block, block.host, DeviceSlot(tensor, stream)))
                     elif block.place is Place.LEAVING:
                         self._stay(block)
-                    elif block.place is Place.DISK and self._wanted is not None:
-                        self._wanted.add(block)
+                    elif block.place is Place.DISK and self._spiller is not None:
+                        self._spiller.wanted[block] = None
         finally:
             self._copies.reload(moves)
-            if self._wanted is not None:
+            if self._spiller is not None:
                 for block, _, _ in moves:
-                    self._wanted.forget(block)
-        if self._wanted is not None:
-            self._wanted.fetch(anew=True)
+                    self._spiller.drop(block)
+        if self._spiller is not None:
+            self._spiller.fetch_wanted(anew=True)
 
     def reserve(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         """Slots of the host tier, one for each number of bytes, for which room is made or waited for.
@@ -215,41 +179,26 @@ class BlockStore:
                 return self._host.reserve(wanted)
         return slots
 
-    def let_go(self, block: Block) -> None:
-        """One saved tensor less holds the block. Without any it is gone, which is noted in `ended`.
+    def drop(self, block: Block) -> None:
+        """One saved tensor less needs the block. Without any it is gone, of which `blocks` takes note.
 
         This may be called within a `__del__`, which is no place to start copies, nor for a policy to raise.
         """
         block.holders -= 1
         if block.holders == 0 and block.place is not Place.GONE:
-            self.ended.append(block.key)
-            self.ended_bytes += block.nbytes
-            self.retire(block)
+            self.blocks.ended.append(block.key)
+            self.blocks.ended_bytes += block.nbytes
+            self.free(block)
 
-    def take_saved(self) -> tuple[tuple[int, int], ...]:
-        saved, self.saved, self.saved_bytes = tuple(self.saved), [], 0
-        return saved
-
-    def take_ended(self) -> tuple[int, ...]:
-        ended, self.ended, self.ended_bytes = tuple(self.ended), [], 0
-        return ended
-
-    def retire(self, block: Block) -> None:
+    def free(self, block: Block) -> None:
         """Gives up all that a block has. What a copy still uses outlives the copy."""
-        ticket = block.ticket
-        if ticket is not None:
-            if block.place is Place.LEAVING or block.place is Place.ARRIVING:
-                ticket.hold(block.stream, "drop")
-            if block.host is not None:
-                self._host.release(block.host, ticket.event)
-        elif block.host is not None:
-            self._host.release(block.host, None)
-        if self._wanted is not None:
-            self._wanted.forget(block)
-        self._forget_device(block)
-        block.host = block.ticket = None
+        if block.ticket is not None and (block.place is Place.LEAVING or block.place is Place.ARRIVING):
+            block.ticket.hold(block.stream, "drop")
+        if block.host is not None or self._spiller is not None:
+            self._leave_host(block)
+        self._free_device(block)
         block.place = Place.GONE
-        del self._blocks[block.key]
+        del self.blocks.by_key[block.key]
 
     def _can_leave(self, block: Block) -> bool:
         tensor = block.tensor
@@ -265,7 +214,7 @@ class BlockStore:
         """Makes or waits for room in the host tier. Whether there may be so much by now."""
         if self._spiller is not None:
             self._start_offloads()  # what is on its way to the host can go on to the disk
-            if self._spiller.collect():
+            if self._spiller.poll():
                 return True
             used = self._host.pool_stats().used
             self._relieve(nbytes)
@@ -275,9 +224,10 @@ class BlockStore:
 
     def _relieve(self, nbytes: int) -> None:
         """Lets so many bytes of the host tier go down to disk, as the policy says."""
-        for answer in self._room.relief(nbytes, self._blocks):
-            self.release([self._blocks[action.key] for action in answer if isinstance(action, Release)])
-            self.spill([self._blocks[action.key] for action in answer if isinstance(action, Spill)])
+        blocks = self.blocks.by_key
+        for answer in self._room.relief(nbytes, blocks):
+            self.release([blocks[action.key] for action in answer if isinstance(action, Release)])
+            self.spill([blocks[action.key] for action in answer if isinstance(action, Spill)])
 
     def _give_slots(self, blocks: Sequence[Block]) -> None:
         """Finds host memory for blocks that leave. Small ones share a lease; who finds no room is left out."""
@@ -291,12 +241,7 @@ class BlockStore:
                     self._give_slots([block])
             return
         for block, slot in zip(blocks, slots, strict=True):
-            tensor = block.tensor
-            if tensor is None:
-                raise RuntimeError(f"block {block.key} is not on the device")
-            # What was away once lies in memory of its own, of which the span says nothing.
-            whole = tensor if block.left else flat(tensor, block.span)
-            self._moves.append((block, DeviceSlot(whole, block.stream), slot))
+            self._moves.append((block, DeviceSlot(block.flat(), block.stream), slot))
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
@@ -311,13 +256,17 @@ class BlockStore:
 
     def _stay(self, block: Block) -> None:
         """The block is wanted before it was released: it has been on the device all the time."""
-        if block.host is not None and block.ticket is not None:
-            self._host.release(block.host, block.ticket.event)
-        if self._wanted is not None:
-            self._wanted.forget(block)
         block.unwanted = block.ticket
-        block.host = block.ticket = None
+        self._leave_host(block)
         block.place = Place.DEVICE
+
+    def _leave_host(self, block: Block) -> None:
+        """Neither the host bytes are needed any more nor those on disk, though a copy may still use them."""
+        if block.host is not None:
+            self._host.release(block.host, None if block.ticket is None else block.ticket.event)
+        if self._spiller is not None:
+            self._spiller.drop(block)
+        block.host = block.ticket = None
 
     def _arrive(self, block: Block, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Makes the reader's stream wait for the reload. Each stream that reads waits once."""
@@ -329,7 +278,7 @@ class BlockStore:
             # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
             tensor.record_stream(stream)  # type: ignore[arg-type]
 
-    def _bring_up(self, block: Block, wanted: WantedBlocks) -> None:
+    def _bring_up(self, block: Block, spiller: Spiller) -> None:
         """Reads a block that is needed now: if there is no other way, into memory beyond the limit."""
         if block.move is None:
             size = [(block.nbytes, block.dtype)]
@@ -338,15 +287,16 @@ class BlockStore:
             except TierFull:
                 self._counters.overflowed += 1
                 slots = self._host.overflow(size)
-            wanted.read(block, slots)
+            spiller.read([block], slots)
         with self._room.waiting():
-            wanted.wait_for(block)
+            spiller.wait_for(block)
 
-    def _forget_device(self, block: Block) -> None:
+    def _free_device(self, block: Block) -> None:
         if block.unwanted is not None:
             block.unwanted.hold(block.stream, "drop")
         block.unwanted = None
         block.tensor = None
         block.versions.clear()
-        if self._by_span.get(block.span) is block:
-            del self._by_span[block.span]
+        by_span = self.blocks.by_span
+        if by_span.get(block.span) is block:
+            del by_span[block.span]

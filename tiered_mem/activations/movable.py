@@ -1,17 +1,24 @@
-"""Which saved tensors may move, and which stay on the device."""
+"""Which saved tensors may move, and which stay on the device, and why."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import Node
 
 from ..device import Device
-from ..stats import Reason
+from ..sizes import format_bytes
+from ..stats import REASONS, Moved, Reason
 from ..wrappers import plain_tensors
-from .marks import STAYS, stays
-from .stayed import Stayed
+
+_log = logging.getLogger("tiered_mem.activations")
+
+# A user's marks lie on the storage of a tensor. So they hold for every view of it, for the copies of the handle
+# that autograd makes, and for as long as the memory lives, without a list of tensors anywhere.
+STAYS = "_tiered_mem_stays"
+_WHOLE = "_tiered_mem_whole"
 
 
 class Movable:
@@ -116,6 +123,86 @@ class Movable:
         if not whole or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return "kind"
         return "marked" if stays(tensor.untyped_storage()) else "small"
+
+
+_WORDS: dict[Reason, str] = {
+    "small": "in tensors below min_bytes",
+    "outside": "saved outside the layers of the context: name more of them",
+    "other_device": "on another device than the manager's",
+    "kind": "in tensors that are more than their bytes, such as quantized or conjugate ones",
+    "marked": "marked to stay",
+    "no_room": "for which the host tier had no room: raise host_bytes",
+    "policy": "left there by the policy",
+}
+
+
+class Stayed:
+    """Counts the bytes that one context's forwards save and that stay, and says once where most of them stay.
+
+    totals: those of the manager, by reason, to which each forward adds its own when it ends.
+    silent: it says nothing, as the user moves all by hand.
+    """
+
+    def __init__(self, totals: dict[Reason, Moved], *, silent: bool = False) -> None:
+        self._totals = totals
+        self._said = silent
+        self._now: dict[Reason, Moved] = {reason: Moved() for reason in REASONS}
+
+    def of(self, reason: Reason) -> Moved:
+        """What stays in this forward for the reason. Whoever has many tensors to count counts them there."""
+        return self._now[reason]
+
+    def add(self, reason: Reason, nbytes: int) -> None:
+        """A tensor stays."""
+        self._now[reason].add(nbytes)
+
+    def take_back(self, reason: Reason, nbytes: int) -> None:
+        """One that was added moves after all."""
+        self._now[reason].take_back(nbytes)
+
+    def forward_ends(self, moved: int | None) -> None:
+        """moved: how many bytes of what it has saved have left, or are leaving; None if it was broken off."""
+        stayed: dict[Reason, int] = {}
+        for reason, now in self._now.items():
+            stayed[reason] = now.nbytes
+            self._totals[reason].count += now.count
+            self._totals[reason].nbytes += now.nbytes
+            now.count = now.nbytes = 0
+        if moved is None:
+            return
+        saved = moved + sum(stayed.values())
+        if self._said or moved * 2 >= saved:
+            return
+        self._said = True
+        why = [
+            f"{format_bytes(nbytes)} {_WORDS[reason]}"
+            for reason, nbytes in sorted(stayed.items(), key=lambda item: item[1], reverse=True)
+            if nbytes > 0
+        ]
+        _log.warning(
+            "of %s that a forward saved for backward, %s. On the device stay %s",
+            format_bytes(saved),
+            f"{format_bytes(moved)} move" if moved else "nothing moves",
+            ", ".join(why),
+        )
+
+
+def mark_stays(tensor: torch.Tensor) -> None:
+    """The tensor's storage stays on the device, where it has not begun to leave it."""
+    setattr(tensor.untyped_storage(), STAYS, True)
+
+
+def mark_whole(tensor: torch.Tensor) -> None:
+    """The tensor's storage moves as a whole, however little of it a saved view covers."""
+    setattr(tensor.untyped_storage(), _WHOLE, True)
+
+
+def stays(storage: torch.UntypedStorage) -> bool:
+    return hasattr(storage, STAYS)
+
+
+def moves_whole(storage: torch.UntypedStorage) -> bool:
+    return hasattr(storage, _WHOLE)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

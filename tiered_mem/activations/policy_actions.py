@@ -25,7 +25,7 @@ class PolicyActions:
 
     def __init__(self, policy: Policy, store: BlockStore) -> None:
         self._policy = policy
-        self._store = store
+        self._blocks = store.blocks
         self._do: dict[type[Any], Callable[[Sequence[Block]], None]] = {
             Offload: store.offload,
             Release: store.release,
@@ -48,16 +48,16 @@ class PolicyActions:
 
     def tell_news(self) -> None:
         """Tells the policy of the blocks that were saved and that have ended since it last heard of any."""
-        if self._store.saved:
-            self.act(self._policy.decide(Saved(*self.saver, self._store.take_saved())))
-        if self._store.ended:
-            self.act(self._policy.decide(Dropped(self._store.take_ended())))
+        if self._blocks.saved:
+            self.act(self._policy.decide(Saved(*self.saver, self._blocks.take_saved())))
+        if self._blocks.ended:
+            self.act(self._policy.decide(Dropped(self._blocks.take_ended())))
 
     def act(self, answer: Iterable[Action]) -> None:
         """Does what a policy has answered, or could have. Raises PolicyError before anything is done."""
         if not answer:
             return
-        find = self._store.find
+        find = self._blocks.find
         for kind, group in itertools.groupby(checked(self._policy, answer), type):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             keys = dict.fromkeys([action.key for action in group])

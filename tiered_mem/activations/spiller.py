@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,8 +14,7 @@ from ..host_tier import HostSlot, HostTier, groups
 from ..spill.disk_tier import DiskTier
 from ..spill.record_io import Piece
 from ..stats import Counters
-from .block import Block, Place, Shared, Stored
-from .spill_moves import Member, Read, Write
+from .block import Block, Member, Place, Read, Shared, Stored, Write
 
 # Operations end in about the order in which they were begun, and each look at one costs the training thread time.
 _LOOKED_AT = 8
@@ -23,13 +23,14 @@ _LOOKED_AT = 8
 class Spiller:
     """Writes blocks from their host slots to records, and reads them back into new ones.
 
-    Neither waits: what has ended is noticed by `collect`, which whoever has the manager's lock calls from time to
+    Neither waits: what has ended is noticed by `poll`, which whoever has the manager's lock calls from time to
     time. A slot is free when the file is complete. A block that is wanted back before that keeps its slot, and the
     file is then given up. What is on disk stays there until the block is on the device again, so that a block that
     was read too early is dropped from the host without being written once more.
 
     disk: belongs to whoever made it.
     step: is written into the records, for people.
+    wanted: blocks on disk that are to be on the device, in that order.
     """
 
     def __init__(self, host: HostTier, disk: DiskTier, counters: Counters) -> None:
@@ -41,12 +42,13 @@ class Spiller:
         self._writing: list[Write] = []
         self._reading: list[Read] = []
         self._later: dict[Block, None] = {}
-        self._unreadable: set[Block] = set()
         self._clean: dict[Block, None] = {}  # on the host, and on disk still
+        self.wanted: dict[Block, None] = {}
+        self._full_at = 0
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way."""
+        """Whether any file operation is under way."""
         return bool(self._filling or self._writing or self._reading)
 
     @property
@@ -95,13 +97,6 @@ class Spiller:
                 nbytes -= block.nbytes
         self.spill(again)
 
-    def fetch(self, blocks: Sequence[Block]) -> None:
-        """Begins to read those of the blocks that are on disk. Raises TierFull where the host has no room."""
-        resting = [block for block in blocks if block.place is Place.DISK and block.move is None]
-        for _, group in groupby(resting, key=lambda block: id(block.stored and block.stored.shared)):
-            together = list(group)
-            self.read(together, self._host.reserve([(block.nbytes, block.dtype) for block in together]))
-
     def drop_clean(self, nbytes: int) -> bool:
         """Takes blocks from the host that were read early, the last one first, until so many bytes are free.
 
@@ -115,25 +110,68 @@ class Spiller:
             found = True
         return found
 
-    def readable(self, block: Block) -> bool:
-        """Whether no read of the block has failed."""
-        return block not in self._unreadable
+    def fetch(self, blocks: Sequence[Block]) -> None:
+        """Begins to read those of the blocks that are on disk. Raises TierFull where the host has no room."""
+        resting = [block for block in blocks if block.place is Place.DISK and block.move is None]
+        for _, group in groupby(resting, key=lambda block: id(block.stored and block.stored.shared)):
+            together = list(group)
+            self.read(together, self._host.reserve([(block.nbytes, block.dtype) for block in together]))
 
-    def forget(self, block: Block) -> None:
+    def arrived(self) -> list[Block]:
+        """The wanted blocks that are no longer on disk. They are not wanted here any more."""
+        self.poll()
+        arrived = [block for block in self.wanted if block.place is not Place.DISK]
+        for block in arrived:
+            del self.wanted[block]
+        return arrived
+
+    def fetch_wanted(self, *, anew: bool = False) -> None:
+        """Begins to read wanted blocks, in their order, as far as the host has room.
+
+        anew: try although there was no room the last time.
+        """
+        if not self.wanted:
+            return
+        used = self._host.pool_stats().used
+        if not anew and used >= self._full_at:
+            return
+        self._full_at = sys.maxsize
+        for block in [block for block in self.wanted if block.stored is not None and block.stored.unreadable]:
+            del self.wanted[block]  # backward will hear of it
+        try:
+            self.fetch(list(self.wanted))
+        except TierFull:
+            self._full_at = self._host.pool_stats().used
+
+    def wait_for(self, block: Block) -> None:
+        """Waits until a block that is being read is there. Raises what the disk tier found."""
+        read = block.move
+        if isinstance(read, Read):
+            self._counters.disk_waits += not read.job.done
+            read.job.wait()
+            self._end_read(read)
+            error = read.job.error
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del read, error  # or the error and this frame would keep each other, and the block, alive
+
+    def drop(self, block: Block) -> None:
         """The block needs neither the disk nor what is under way there any more."""
         block.move = None
+        self.wanted.pop(block, None)
         self._later.pop(block, None)
-        self._unreadable.discard(block)
         self._clean.pop(block, None)
         if block.stored is not None:
-            self._give_up(block.stored.shared)
+            self._drop_record(block.stored.shared)
             block.stored = None
 
-    def collect(self) -> bool:
-        """Takes note of what has ended, and begins what can begin now. Whether anything ended."""
+    def poll(self) -> bool:
+        """Notices what has ended, and begins what can begin now. Whether anything ended."""
         ended = False
         for read in [read for read in self._reading[:_LOOKED_AT] if read.job.done]:
-            self.end_read(read)
+            self._end_read(read)
             ended = True
         for write in [
             write for write in self._writing[:_LOOKED_AT] if write.record is None or write.record.job.done
@@ -157,13 +195,8 @@ class Spiller:
             self._reading[0].job.wait()
         else:
             return False
-        self.collect()
+        self.poll()
         return True
-
-    def drain(self) -> None:
-        """Waits until nothing is under way."""
-        while self.wait():
-            pass
 
     def _begin_writes(self) -> bool:
         """Writes what has arrived on the host. Whether anything ended without being written."""
@@ -210,16 +243,11 @@ class Spiller:
 
     def read(self, blocks: Sequence[Block], slots: Sequence[HostSlot]) -> None:
         """Begins to read blocks of one record, which nothing moves, into these slots."""
-        wanted, members, shared = [], [], None
-        for block, slot in zip(blocks, slots, strict=True):
-            if block.stored is None:
-                raise RuntimeError(f"block {block.key} is not on disk")
-            shared = block.stored.shared
-            wanted.append((block.stored.index, slot.tensor.data_ptr()))
-            members.append(Member(block, slot, self._host.hold(slot)))
-        if shared is None:
-            return
-        # The record stays while it is read, whoever forgets it meanwhile.
+        pieces = [block.stored for block in blocks if block.stored is not None]
+        shared = pieces[0].shared
+        wanted = [(piece.index, slot.tensor.data_ptr()) for piece, slot in zip(pieces, slots, strict=True)]
+        members = [Member(block, slot, self._host.hold(slot)) for block, slot in zip(blocks, slots, strict=True)]
+        # The record stays while it is read, whoever drops it meanwhile.
         shared.users += 1
         read = Read(members, self._disk.read(shared.record, wanted), shared)
         for block, slot, _ in members:
@@ -227,7 +255,7 @@ class Spiller:
             block.move = read
         self._reading.append(read)
 
-    def end_read(self, read: Read) -> None:
+    def _end_read(self, read: Read) -> None:
         """Takes note of a read that has ended, wherever it stands among those that are under way."""
         self._reading.remove(read)
         for block, slot, lease in read.members:
@@ -243,8 +271,9 @@ class Spiller:
             else:
                 block.host = None
                 self._host.release(slot, None)
-                self._unreadable.add(block)
-        self._give_up(read.shared)
+                if block.stored is not None:
+                    block.stored.unreadable = True
+        self._drop_record(read.shared)
 
     def _leave_host(self, block: Block) -> None:
         """The copy that filled the slot has ended, or the slot was filled from disk: no event needs to pass."""
@@ -255,7 +284,7 @@ class Spiller:
         if block.place is Place.HOST:
             block.place = Place.DISK
 
-    def _give_up(self, shared: Shared) -> None:
+    def _drop_record(self, shared: Shared) -> None:
         shared.users -= 1
         if shared.users == 0:
             self._disk.release(shared.record)

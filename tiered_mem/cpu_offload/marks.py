@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..activations.forward_pass import is_packing
-from ..activations.marks import mark_stays, mark_whole
+from ..activations.movable import mark_stays, mark_whole
 from ..wrappers import plain_tensors
 
 
