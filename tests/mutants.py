@@ -76,7 +76,7 @@ SUBJECTS = (
     Subject(
         code("block_store", "block_copies", "saved_blocks", folder=WING), found_by(*BLOCKS, *SAVED, "spilling")
     ),
-    Subject([*code("turn"), *code("activations", "saved_tensor", folder=WING)], TURN_TESTS, calls=TURNS),
+    Subject([*code("turn"), *code("activations", "forward_pass", folder=WING)], TURN_TESTS, calls=TURNS),
     Subject(code("host_room", folder=WING), found_by("run_ahead", "spilling")),
     Subject(code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
     Subject(code("modules", folder="phases/"), found_by(*PHASES)),

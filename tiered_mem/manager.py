@@ -12,14 +12,13 @@ from types import TracebackType
 
 import torch
 
-from .activations.activations import Activations, TracedLayers
+from .activations.activations import Activations, advice
 from .activations.block_copies import BlockCopies
 from .activations.block_store import BlockStore
 from .activations.host_room import HostRoom
 from .activations.layer_context import LayerContext, LayerSequence
 from .activations.movable import Movable, Stayed
 from .activations.offload_context import OffloadContext
-from .activations.policy_actions import PolicyActions, advice
 from .activations.repeated_blocks import repeated_blocks
 from .activations.spiller import Spiller
 from .allocators import HostPool
@@ -128,10 +127,10 @@ class TieringManager:
             self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)
             self.activations = Activations(
                 self._turn,
-                PolicyActions(self._policy, self._store),
+                self._policy,
                 self._store,
                 spiller=spiller,
-                traced=None if self._trace is None else TracedLayers(self._trace, self._turn),
+                trace=self._trace,
                 before=self._phases.bury,
                 after=self._optimizers.progress,
             )

@@ -27,8 +27,7 @@ _log = logging.getLogger("tiered_mem.activations")
 class BlockStore:
     """Does what a policy advises, as far as the place of each block allows it. One thread at a time.
 
-    spiller: None where there is no disk tier.
-    blocks: those that exist.
+    spiller: None where there is no disk tier. blocks: those that exist.
     """
 
     def __init__(
@@ -89,8 +88,7 @@ class BlockStore:
                 self._host.release(slot, None)
             self._moves.clear()
         self.release(due)
-        above = self._room.above
-        if above:
+        if above := self._room.above:
             self._relieve(above)
 
     def release(self, blocks: Iterable[Block]) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ..activations.activations import Activations
-from ..activations.forward_pass import ForwardPass
+from ..activations.forward_pass import ForwardPass, SavedTensor
 from ..activations.movable import Movable
-from ..activations.saved_tensor import SavedTensor
 from ..device import default_device
 from ..host_budget import HostBytes
 from ..interrupts import uninterrupted
