@@ -12,7 +12,7 @@ from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
 from tiered_mem.policies import Policy, Spill
 from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.spill.files import Files
+from tiered_mem.spill.filesystem import Files
 
 MIB = 1 << 20
 LAYERS = 4

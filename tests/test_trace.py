@@ -17,9 +17,7 @@ from tests.scene import MIB, SLOW, SLOW_BYTES_PER_S, Scene, events_in, on_track
 from tiered_mem import TieringManager
 from tiered_mem.device import Device
 from tiered_mem.policies import LayerOrderPolicy
-from tiered_mem.spill.disk_record import Operation
-from tiered_mem.trace.figures import Figures, Stall, Total, summary_rows
-from tiered_mem.trace.recorder import Trace
+from tiered_mem.trace.recorder import Figures, Stall, Total, Trace, summary_rows
 from tiered_mem.trace.timeline import Direction
 
 
@@ -179,9 +177,9 @@ def test_training_makes_no_more_records_than_are_kept(
             loss.backward()
             manager.synchronize()
             manager.export_trace(tmp_path / "trace.json")
-            assert len(trace._records.last) <= 40
+            assert len(trace._records) <= 40
             left_out = json.loads((tmp_path / "trace.json").read_text())["otherData"]["older records left out"]
-            assert left_out == trace._records.dropped
+            assert left_out == trace._timed - len(trace._records)
             assert len(on_track(events_in(tmp_path / "trace.json"), "compute: layers")) > 3
             if step == 1:
                 blocks, groups = trace.figures().reload.blocks, trace.figures().reload.count
@@ -201,7 +199,7 @@ def test_a_trace_that_was_cut_off_anywhere_can_be_read(device: str, tmp_path: Pa
             trace.saved(graph, layer, MIB)
             trace.layer_ends(graph, layer)
             scene.wait(scene.copy(nbytes=1000))
-            trace.file_moved(Operation("write", 1000, now + graph, now + graph + 1))
+            trace.file_moved("write", 1000, now + graph, now + graph + 1)
         with trace.host_waits():
             pass
         for layer in (1, 0):
@@ -212,7 +210,7 @@ def test_a_trace_that_was_cut_off_anywhere_can_be_read(device: str, tmp_path: Pa
     counts = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
     assert all(0 <= count <= 2 * MIB for count in counts)
     left_out = json.loads((tmp_path / "trace.json").read_text())["otherData"]["older records left out"]
-    kept = len(trace._records.last), len(trace._files.last)
+    kept = len(trace._records), len(trace._files)
     assert kept == (limit, min(limit, 6))
     assert 3 * 16 <= left_out + sum(kept) <= 3 * 20  # of the waits those that were not over before they began
     scene.finish()

@@ -13,8 +13,7 @@ from tests.scene import MIB, SLOW, Events, Scene, end, events_in, on_track
 from tests.spilling import Training
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
-from tiered_mem.spill.disk_record import Operation
-from tiered_mem.trace.figures import Figures, Total, summary_rows
+from tiered_mem.trace.recorder import Figures, Total, summary_rows
 
 
 def tracks(events: Events) -> list[str]:
@@ -31,8 +30,8 @@ def test_what_goes_on_side_by_side_is_on_tracks_of_its_own(scene: Scene, tmp_pat
     now = time.perf_counter()
     # Told as they end, which is another order than that in which they began.
     for began, ended in ((1, 3), (0, 4), (2, 5), (3, 6), (4, 7)):
-        scene.trace.file_moved(Operation("write", 1000, now + began, now + ended))
-    scene.trace.file_moved(Operation("read", 2_000_000_000, now + 1, now + 2))
+        scene.trace.file_moved("write", 1000, now + began, now + ended)
+    scene.trace.file_moved("read", 2_000_000_000, now + 1, now + 2)
     events = scene.events(tmp_path / "trace.json")
     durations = {
         name: [round(span["dur"] / 1e6) for span in on_track(events, name)]
@@ -57,7 +56,7 @@ def test_files_are_on_the_time_axis_of_the_layers(scene: Scene, link: Link, tmp_
     began = time.perf_counter()
     work()
     scene.compute.synchronize()
-    scene.trace.file_moved(Operation("read", 1000, began, time.perf_counter()))
+    scene.trace.file_moved("read", 1000, began, time.perf_counter())
     scene.trace.layer_ends(0, 0)
     events = scene.events(tmp_path / "trace.json")
     [layer], [read] = on_track(events, "compute: layers"), spans(events, "read")
@@ -69,7 +68,7 @@ def test_figures_are_about_all_files(device: str, tmp_path: Path) -> None:
     scene = Scene(device, limit=3)
     now = time.perf_counter()
     for _ in range(10):
-        scene.trace.file_moved(Operation("write", MIB, now, now + 0.5))
+        scene.trace.file_moved("write", MIB, now, now + 0.5)
     assert scene.figures().writes == Total(10, 5.0, 10 * MIB)
     assert scene.figures().reads == Total()
     assert len(spans(scene.events(tmp_path / "trace.json"), "write")) == 3

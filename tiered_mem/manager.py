@@ -36,8 +36,7 @@ from .report import flatten, summary
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
 from .stats import Counters, Stats
-from .trace.figures import summary_rows
-from .trace.recorder import Trace
+from .trace.recorder import Trace, summary_rows
 from .transfer import TransferEngine
 from .turn import Turn
 

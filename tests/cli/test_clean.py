@@ -23,7 +23,7 @@ def told(command: Command, *arguments: object, status: int = 0) -> dict[str, Any
 def test_a_killed_process_leaves_what_clean_removes(command: Command, tmp_path: Path) -> None:
     code = f"""
     from tiered_mem.spill.disk_tier import DiskTier
-    from tiered_mem.spill.files import pages
+    from tiered_mem.spill.filesystem import pages
     from tiered_mem.spill.record_io import Piece
     tier = DiskTier({str(tmp_path)!r}, capacity=1 << 20)
     with pages(8192) as ptr:

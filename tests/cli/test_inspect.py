@@ -64,7 +64,7 @@ def test_the_records_of_a_disk_tier_are_listed(command: Command, tmp_path: Path)
             "step": 7,
             "entries": entries,
             "write": record.number,
-            "checksum": record.stored.header.algorithm,
+            "checksum": record.header.algorithm,
         }
         for entries, record in enumerate(written, start=1)
     ]

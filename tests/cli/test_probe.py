@@ -13,8 +13,8 @@ import pytest
 from tests.cli.conftest import Command
 from tests.spill.folders import leave_dead, nothing_new, tree
 from tests.spill.without_torch import ROOT
-from tiered_mem.spill.checksums import checksum_by_name
 from tiered_mem.spill.filesystem import filesystem_of
+from tiered_mem.spill.record_io import checksum_by_name
 
 SHM = Path("/dev/shm")
 NO_LINK = ("--device", "cpu")

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import threading
 
-from tiered_mem.spill.files import OsFiles
+from tiered_mem.spill.filesystem import Files
 
 if importlib.util.find_spec("ascend_emulator") is not None:
     from ascend_emulator import host_access
@@ -17,7 +17,7 @@ else:
         return contextlib.nullcontext()
 
 
-class DeclaredFiles(OsFiles):
+class DeclaredFiles(Files):
     """The system's files. While `hold` is set, no operation begins; `arrived` is set when one has to wait."""
 
     def __init__(self) -> None:

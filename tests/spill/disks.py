@@ -63,8 +63,7 @@ class Disk:
 
     def read(self, record: Record) -> tuple[Job, list[Memory]]:
         """Begin to read all pieces of a record."""
-        assert record.stored is not None
-        memory = [empty(entry.nbytes) for entry in record.stored.header.entries]
+        memory = [empty(entry.nbytes) for entry in record.header.entries]
         return self.tier.read(record, [(index, part.ptr) for index, part in enumerate(memory)]), memory
 
     def get(self, record: Record) -> list[bytes]:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tiered_mem.spill.files import OsFiles
-from tiered_mem.spill.folder import SpillFolder
+from tiered_mem.spill.filesystem import Files
 
 SHORT = -1  # in place of an errno: half of what was asked for, in whole blocks
 NOTHING = -2  # in place of an errno: 0 bytes
@@ -52,7 +51,7 @@ class FaultyFiles:
     """
 
     def __init__(self, *, takes_direct: bool = True) -> None:
-        self._files = OsFiles()
+        self._files = Files()
         self._takes_direct = takes_direct
         self._lock = threading.Lock()
         self._faults: dict[str, Fault] = {}
@@ -87,13 +86,9 @@ class FaultyFiles:
         """The calls of some operations, in order."""
         return [call for call in self.calls if call.operation in operations]
 
-    def create(self, folder: SpillFolder, name: str, direct: bool) -> int:
-        return self._opened(self._call("create", lambda: self._files.create(folder, name, self._checked(direct))))
-
-    def open(self, folder: SpillFolder, name: str, direct: bool, *, write: bool) -> int:
-        return self._opened(
-            self._call("open", lambda: self._files.open(folder, name, self._checked(direct), write=write))
-        )
+    def open(self, name: str, flags: int, folder: int) -> int:
+        operation = "create" if flags & os.O_CREAT else "open"
+        return self._opened(self._call(operation, lambda: self._files.open(name, self._checked(flags), folder)))
 
     def pread(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
         return self._move("pread", self._files.pread, fd, ptr, nbytes, offset)
@@ -123,8 +118,8 @@ class FaultyFiles:
             self._open.remove(fd)
         self._call("close", lambda: None, lambda: self._files.close(fd))
 
-    def remove(self, folder: SpillFolder, name: str) -> None:
-        self._call("remove", lambda: self._files.remove(folder, name))
+    def remove(self, name: str, folder: int) -> None:
+        self._call("remove", lambda: self._files.remove(name, folder))
 
     def _opened(self, fd: int) -> int:
         with self._lock:
@@ -132,10 +127,10 @@ class FaultyFiles:
             self.most_open = max(self.most_open, len(self._open))
         return fd
 
-    def _checked(self, direct: bool) -> bool:
-        if direct and not self._takes_direct:
+    def _checked(self, flags: int) -> int:
+        if flags & os.O_DIRECT and not self._takes_direct:
             raise OSError(errno.EINVAL, "no direct I/O here")
-        return direct
+        return flags
 
     def _move(self, operation: str, move: Callable[..., int], fd: int, ptr: int, nbytes: int, offset: int) -> int:
         how = self._begin(Call(operation, offset, nbytes))

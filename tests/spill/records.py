@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiered_mem.spill.checksums import checksum_by_name
 from tiered_mem.spill.record import Entry, Header, Layout
+from tiered_mem.spill.record_io import checksum_by_name
 
 UNIT = 4096
 # What lies between entries, to show that it may be anything.

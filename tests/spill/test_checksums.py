@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_mem.spill.checksums import DIGITS, checksum_by_name
+from tiered_mem.spill.record import DIGITS
+from tiered_mem.spill.record_io import checksum_by_name
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from tests.spill.disks import BLOCK, MIB, disk_in, io_threads, open_in
 from tests.spill.faulty_files import NOTHING, FaultyFiles
 from tests.spill.memory import Memory, empty, noise
 from tiered_mem.errors import SpillDirRefused
-from tiered_mem.spill.disk_record import Operation
 from tiered_mem.spill.disk_tier import SMALLEST_RECORD, DiskTier
-from tiered_mem.spill.files import OsFiles
+from tiered_mem.spill.filesystem import Files
 from tiered_mem.spill.folder import SpillFolder
 from tiered_mem.spill.reader import read_record
 from tiered_mem.spill.record_io import REQUEST_BYTES, Piece
@@ -247,19 +246,21 @@ def test_a_folder_in_which_nothing_works_is_refused(tmp_path: Path, operation: s
 
 
 def test_records_can_be_read_from_a_file_system_that_became_read_only(tmp_path: Path) -> None:
-    class ReadOnly(SpillFolder):
+    class ReadOnly(Files):
         """As on a drive that the kernel has made read-only."""
 
-        def open(self, name: str, flags: int = 0) -> int:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        def open(self, name: str, flags: int, folder: int) -> int:
+            if flags & os.O_RDWR and not flags & os.O_CREAT:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return super().open(name, flags, folder)
 
-    folder = ReadOnly(tmp_path, run="r")
-    files = OsFiles()
-    os.close(files.create(folder, "a", False))
+    files = ReadOnly()
+    folder = SpillFolder(tmp_path, run="r", files=files)
+    os.close(folder.create("a"))
     (folder.path / "a").write_bytes(b"x" * BLOCK)
     with pytest.raises(OSError, match="Read-only"):
-        files.open(folder, "a", False, write=True)
-    fd = files.open(folder, "a", False, write=False)
+        folder.open("a", write=True)
+    fd = folder.open("a", write=False)
     memory = empty(BLOCK)
     assert files.pread(fd, memory.ptr, BLOCK, 0) == BLOCK
     assert memory.content == b"x" * BLOCK
@@ -284,17 +285,17 @@ def test_where_room_cannot_be_reserved_files_get_their_length(
 
 def test_who_watches_hears_of_each_operation(tmp_path: Path) -> None:
     """When its job is done at the latest, and of those that failed too."""
-    heard: list[Operation] = []
+    heard: list[tuple[str, int, float, float]] = []
     with disk_in(tmp_path) as disk:
         disk.put(b"before anybody watches")
-        disk.tier.watch(heard.append)
+        disk.tier.watch(lambda *operation: heard.append(operation))
         began = time.perf_counter()
         record = disk.put(noise(5 * BLOCK))
-        assert [(each.kind, each.nbytes) for each in heard] == [("write", disk.tier.stats().written - 2 * BLOCK)]
+        assert [each[:2] for each in heard] == [("write", disk.tier.stats().written - 2 * BLOCK)]
         disk.get(record)
-        assert (heard[1].kind, heard[1].nbytes) == ("read", disk.tier.stats().read)
+        assert heard[1][:2] == ("read", disk.tier.stats().read)
         disk.files.fail("pread")
         disk.damaged(record)
-        assert [each.kind for each in heard] == ["write", "read", "read"]
-    times = [began, *(moment for each in heard for moment in (each.began, each.ended)), time.perf_counter()]
+        assert [each[0] for each in heard] == ["write", "read", "read"]
+    times = [began, *(moment for each in heard for moment in each[2:]), time.perf_counter()]
     assert times == sorted(times)

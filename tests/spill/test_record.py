@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from tests.spill.records import UNIT, Sample, forged, header, sample, text_of, tree_of
 from tiered_mem.errors import CorruptRecord
-from tiered_mem.spill.checksums import DIGITS
-from tiered_mem.spill.record import ALIGNMENT, Entry, Header, header_bytes_of, parse_header
+from tiered_mem.spill.record import ALIGNMENT, DIGITS, Entry, Header, header_bytes_of, parse_header
 
 DOCS = Path(__file__).parents[2] / "docs" / "spill_format.md"
 DTYPES = sorted(

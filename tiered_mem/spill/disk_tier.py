@@ -12,23 +12,22 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
-from ..allocators import round_up
+from ..allocators.base import round_up
 from ..errors import Closed, TierFull
 from ..sizes import format_bytes
-from .checksums import checksum_by_name
-from .direct_io import direct_io_works
-from .disk_record import Counts, DiskStats, Operation, OperationKind, Record
+from .disk_record import Counts, DiskStats, Record, SpillFile, WriteGate
 from .file_pool import FilePool
-from .files import Files, OsFiles
+from .filesystem import Files
 from .folder import SpillFolder
-from .folder_files import SpillFile
 from .io_queue import IoQueue, Job
-from .record import ALIGNMENT, Entry, Header, Layout
-from .record_io import Moved, Piece, RecordIo, Stored
-from .write_gate import WriteGate
+from .record import ALIGNMENT, Entry, Header
+from .record_io import Piece, RecordIo, checksum_by_name
 
 SMALLEST_RECORD = 2 * ALIGNMENT
+# Hears of a read or a write that has ended, well or not: its bytes, and when it began and ended by perf_counter.
+Watcher = Callable[[Literal["read", "write"], int, float, float], None]
 
 _log = logging.getLogger("tiered_mem.spill")
 
@@ -66,10 +65,10 @@ class DiskTier:
     ) -> None:
         if capacity is not None and capacity < SMALLEST_RECORD:
             raise ValueError(f"capacity is {capacity} bytes; the smallest record takes {SMALLEST_RECORD}")
-        algorithm = checksum_by_name(checksum)
-        files = files or OsFiles()
+        self._checksum = checksum_by_name(checksum)
+        self._os = files or Files()
         self._run = uuid.uuid4().hex[:12]
-        self._folder = folder = SpillFolder(spill_dir, run=self._run)
+        self._folder = folder = SpillFolder(spill_dir, run=self._run, files=self._os)
         try:
             free = folder.free_bytes()
             if capacity is None:
@@ -79,13 +78,12 @@ class DiskTier:
                     f"capacity is {format_bytes(capacity)}, and the file system of {os.fspath(spill_dir)} has "
                     f"{format_bytes(free)} left; lower spill_bytes, or make room"
                 )
-            self._direct = direct_io_works(folder, files)
+            self._direct = folder.takes_direct_io()
             self._queue = IoQueue(workers, "tiered_mem-disk")
         except BaseException:
             folder.close()
             raise
-        self._files = FilePool(folder, files, capacity=capacity, direct=self._direct)
-        self._io = RecordIo(files, algorithm, direct=self._direct)
+        self._files = FilePool(folder, self._os, capacity=capacity, direct=self._direct)
         self._gate = WriteGate(write_budget, clock)
         self._capacity = capacity
         self._numbers = itertools.count(1)
@@ -93,7 +91,7 @@ class DiskTier:
         self._closed = False
         self._pid = os.getpid()
         self._counts = Counts()
-        self._watchers: tuple[Callable[[Operation], None], ...] = ()
+        self._watchers: tuple[Watcher, ...] = ()
         self._end = weakref.finalize(self, _end, self._queue, folder, self._pid)
 
     @property
@@ -125,14 +123,12 @@ class DiskTier:
             _check_address(piece.ptr)
         entries = tuple(Entry(piece.name, piece.dtype, piece.nbytes) for piece in pieces)
         number = next(self._numbers)
-        header = Header(self._run, number, number, step, kind, self._io.algorithm, entries)
+        header = Header(self._run, number, number, step, kind, self._checksum.name, entries)
         layout = header.layout()
-        self._check_open()
-        with self._lock:
-            self._check_open()
+        with self._locked():
             refusal = self._refusal(layout.file_bytes)
             if refusal is None:
-                return self._begin(header, layout, pieces)
+                return self._begin(Record(header, layout, self._files.claim(layout.file_bytes)), pieces)
         self._tell(refusal)
         try:
             raise refusal
@@ -150,19 +146,17 @@ class DiskTier:
         address that is no multiple of 4096, and Closed.
         """
         wanted = tuple(wanted)
-        self._check_open()
-        with self._lock:
-            self._check_open()
-            if record.released or record.stored is None or record.file is None:
+        with self._locked():
+            if record.released or record.file is None:
                 why = "was released" if record.released else "has not been written: look at its job"
                 raise ValueError(f"record {record.number} {why}")
-            count = len(record.stored.header.entries)
+            count = len(record.header.entries)
             for index, ptr in wanted:
                 _check_address(ptr)
                 if not 0 <= index < count:
                     raise ValueError(f"record {record.number} has {count} pieces, and none of index {index}")
             record.operations += 1
-            work = partial(self._read, record, record.file, record.stored, wanted)
+            work = partial(self._read, record, record.file, wanted)
             return self._queue.submit(work, urgent=True)
 
     def release(self, record: Record) -> None:
@@ -180,7 +174,7 @@ class DiskTier:
                 self._gate.cancel(record.cost)
                 self._files.cancel(record.claim)
             else:
-                self._recycle(record)
+                self._free_unneeded(record)
 
     def stats(self) -> DiskStats:
         """Return the counters of this moment."""
@@ -199,7 +193,7 @@ class DiskTier:
                 direct=self._direct,
             )
 
-    def watch(self, watcher: Callable[[Operation], None]) -> None:
+    def watch(self, watcher: Watcher) -> None:
         """Have `watcher` called for each operation that ends from now on, by the thread that did it."""
         with self._lock:
             self._watchers += (watcher,)
@@ -216,22 +210,20 @@ class DiskTier:
         _end(self._queue, self._folder, self._pid)
         self._end.detach()
 
-    def _begin(self, header: Header, layout: Layout, pieces: Sequence[Piece]) -> Record:
-        record = Record(header.number, layout.file_bytes, self._files.claim(layout.file_bytes))
+    def _begin(self, record: Record, pieces: Sequence[Piece]) -> Record:
         self._counts.add(record)
         attempt = self._gate.begin(record.cost)
-        work = partial(self._write, record, header, layout, pieces, attempt)
-        record.job = self._queue.submit(work, urgent=False)
+        record.job = self._queue.submit(partial(self._write, record, pieces, attempt), urgent=False)
         return record
 
-    def _write(self, record: Record, header: Header, layout: Layout, pieces: Sequence[Piece], attempt: int) -> None:
-        moved = Moved()
+    def _write(self, record: Record, pieces: Sequence[Piece], attempt: int) -> None:
+        io = RecordIo(self._os, self._checksum, direct=self._direct)
         try:
-            with self._watched("write", moved), self._files.writing(record.claim) as opened:
-                stored = self._io.write(opened.fd, header, layout, pieces, reused=opened.reused, moved=moved)
+            with self._watched("write", io), self._files.writing(record.claim) as opened:
+                header, encoded = io.write(opened.fd, record, pieces, reused=opened.reused)
         except BaseException as error:
             with self._lock:
-                news = self._gate.failed(attempt, record.cost, moved.nbytes, error)
+                news = self._gate.failed(attempt, record.cost, io.moved, error)
                 self._counts.failures += 1
                 self._counts.remove(record)
                 self._files.cancel(record.claim)
@@ -243,44 +235,44 @@ class DiskTier:
                 )
             raise
         with self._lock:
-            news = self._gate.succeeded(attempt, record.cost, moved.nbytes)
-            record.file, record.stored = opened.file, stored
+            news = self._gate.succeeded(attempt, record.cost, io.moved)
+            record.header, record.encoded, record.file = header, encoded, opened.file
             self._operation_ended(record)
         if news:
             _log.warning("writing to %s works again", self._folder.path)
 
-    def _read(self, record: Record, file: SpillFile, stored: Stored, wanted: Sequence[tuple[int, int]]) -> None:
-        moved = Moved()
+    def _read(self, record: Record, file: SpillFile, wanted: Sequence[tuple[int, int]]) -> None:
+        io = RecordIo(self._os, self._checksum, direct=self._direct)
         sound = False
         try:
-            with self._watched("read", moved), self._files.reading(file) as fd:
-                self._io.read(fd, stored, wanted, self._files.path(file), moved)
+            with self._watched("read", io), self._files.reading(file) as fd:
+                io.read(fd, record, wanted, self._files.path(file))
             sound = True
         finally:
             with self._lock:
-                self._counts.read += moved.nbytes
+                self._counts.read += io.moved
                 self._counts.failures += not sound
                 record.sound = record.sound and sound
                 self._operation_ended(record)
 
     @contextmanager
-    def _watched(self, kind: OperationKind, moved: Moved) -> Iterator[None]:
+    def _watched(self, kind: Literal["read", "write"], io: RecordIo) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
         finally:
             ended = time.perf_counter()
             for watcher in self._watchers:
-                watcher(Operation(kind, moved.nbytes, began, ended))
+                watcher(kind, io.moved, began, ended)
 
     def _operation_ended(self, record: Record) -> None:
         record.operations -= 1
-        self._recycle(record)
+        self._free_unneeded(record)
 
-    def _recycle(self, record: Record) -> None:
-        """Gives the file of a released record back, once no operation needs it."""
+    def _free_unneeded(self, record: Record) -> None:
+        """Frees the file of a released record, once no operation needs it."""
         if record.released and record.operations == 0 and record.file is not None:
-            self._files.give_back(record.file, sound=record.sound)
+            self._files.free(record.file, sound=record.sound)
             record.file = None
 
     def _refusal(self, file_bytes: int) -> TierFull | None:
@@ -298,6 +290,14 @@ class DiskTier:
             news = self._gate.budget_news()
         if news:
             _log.warning("what should go to %s stays in memory from now on: %s", self._folder.path, str(refusal))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Takes the lock of an open tier. Raises Closed. A forked child does not touch it: nobody might free it."""
+        self._check_open()
+        with self._lock:
+            self._check_open()
+            yield
 
     def _is_open(self) -> bool:
         return not self._closed and os.getpid() == self._pid

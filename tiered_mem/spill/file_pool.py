@@ -5,33 +5,44 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import os
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 
-from ..errors import TierFull
-from .files import Files
+from ..errors import CorruptRecord, TierFull
+from .disk_record import Claim, Identity, SpillFile
+from .filesystem import Files
 from .folder import SpillFolder
-from .folder_files import FolderFiles, OpenFile, SpillFile
-from .free_files import FreeFiles
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# What opening says where there is no file, or something that is none; EINVAL of a pipe, with direct I/O.
+_TAKEN_AWAY = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL)
+_nbytes = attrgetter("nbytes")
 
 
 class FilePool:
     """Makes files, uses them again, and removes unneeded ones where room is short.
 
-    Their lengths never add up to more than `capacity` bytes: room is claimed before a file grows, and given back
-    after it has shrunk or is gone. Only `writing` and `reading` wait for the drive, and they hold no lock.
+    Their lengths never add up to more than `capacity` bytes: room is claimed before a file grows, and freed after
+    it has shrunk or is gone. Only `writing` and `reading` wait for the drive, and they hold no lock.
+
+    direct: open the files for direct I/O.
     """
 
     def __init__(self, folder: SpillFolder, files: Files, *, capacity: int, direct: bool) -> None:
         self._folder = folder
-        self._files = FolderFiles(folder, files, direct=direct)
+        self._files = files
         self._capacity = capacity
+        self._flags = os.O_DIRECT if direct else 0
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._free = FreeFiles()
+        # Files of no record: those that can be used again, from the smallest to the largest, and those that cannot.
+        self._usable: list[SpillFile] = []
+        self._unusable: list[SpillFile] = []
+        self._free_bytes = 0  # of both
         self._reserved = 0
         self._count = 0
 
@@ -58,28 +69,27 @@ class FilePool:
         with self._lock:
             if nbytes > self._available():
                 raise self.full(nbytes, self._available(), "raise spill_bytes, or offload less")
-            claim = Claim(nbytes, self._free.take_best(nbytes), self._free.take_doomed())
+            claim = Claim(nbytes, self._best(nbytes), self._unusable)
+            self._unusable = []
+            self._free_bytes -= claim.to_drop()
             room = self._capacity - self._reserved
             while claim.growth() > room + claim.to_drop():
-                claim.drop.append(self._free.take_largest())
+                claim.drop.append(self._take(-1))
             claim.extra = min(claim.growth(), room)
             self._reserved += claim.extra
             return claim
 
     def cancel(self, claim: Claim) -> None:
-        """Give back a claim whose write did not happen, or failed."""
+        """Free a claim whose write did not happen, or failed."""
         with self._lock:
-            self._settle(claim)
+            self._free_rest(claim)
             if claim.reused is not None:
-                self._free.add(claim.reused)
+                self._free(claim.reused, sound=True)
 
-    def give_back(self, file: SpillFile, *, sound: bool) -> None:
+    def free(self, file: SpillFile, *, sound: bool) -> None:
         """Nobody needs the file's record. A sound file is used again, another one is removed by the next claim."""
         with self._lock:
-            if sound:
-                self._free.add(file)
-            else:
-                self._free.doom(file)
+            self._free(file, sound=sound)
 
     @contextlib.contextmanager
     def writing(self, claim: Claim) -> Iterator[OpenFile]:
@@ -90,21 +100,23 @@ class FilePool:
         """
         opened = None
         try:
-            self._drop_for(claim)
+            self._remove(claim)
             opened = self._reused(claim) or self._created()
             self._resize(opened, claim)
             yield opened
-            self._files.finish(opened)
+            opened.file.identity = self._identity(opened.fd)
+            self._close(opened)
         except BaseException as error:
             if opened is not None:
-                self._files.abandon(opened)
+                with contextlib.suppress(OSError):
+                    self._close(opened)
                 claim.drop.append(opened.file)
-                self._drop_for(claim)
+                self._remove(claim)
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
                 raise self._no_room(claim, error) from error
             raise
         with self._lock:
-            self._settle(claim)
+            self._free_rest(claim)
 
     @contextlib.contextmanager
     def reading(self, file: SpillFile) -> Iterator[int]:
@@ -112,45 +124,105 @@ class FilePool:
 
         Raises CorruptRecord where the file is gone, or is not the one that was written, and OSError.
         """
-        opened = self._files.open(file, write=False)
+        fd = self._open(file, write=False)
         try:
-            yield opened.fd
+            yield fd
         finally:
-            self._files.abandon(opened)
+            with contextlib.suppress(OSError):
+                self._files.close(fd)
 
     def path(self, file: SpillFile) -> str:
-        return self._files.path(file)
+        return str(self._folder.path / file.name)
 
     def full(self, needed: int, free: int, advice: str, but: int = 0) -> TierFull:
         """The error for a lack of room. but: claimed bytes that do not count as used."""
-        used = self._reserved - self._free.nbytes - but
+        used = self._reserved - self._free_bytes - but
         return TierFull("disk", needed=needed, free=free, used=used, limit=self._capacity, advice=advice)
 
+    # Bytes, under the lock.
+
     def _available(self) -> int:
-        return self._capacity - self._reserved + self._free.nbytes
+        return self._capacity - self._reserved + self._free_bytes
+
+    def _best(self, nbytes: int) -> SpillFile | None:
+        """Takes the smallest usable file of that size or more, else the largest; None if there is none."""
+        if not self._usable:
+            return None
+        return self._take(min(bisect_left(self._usable, nbytes, key=_nbytes), len(self._usable) - 1))
+
+    def _take(self, index: int) -> SpillFile:
+        file = self._usable.pop(index)
+        self._free_bytes -= file.nbytes
+        return file
+
+    def _free(self, file: SpillFile, *, sound: bool) -> None:
+        if sound:
+            insort(self._usable, file, key=_nbytes)
+        else:
+            self._unusable.append(file)
+        self._free_bytes += file.nbytes
+
+    def _free_rest(self, claim: Claim) -> None:
+        """Frees the bytes of a claim that its file did not take."""
+        self._reserved -= claim.extra
+        claim.extra = 0
+        for file in claim.drop:
+            self._free(file, sound=False)
+        claim.drop.clear()
+
+    # Files, without the lock.
 
     def _reused(self, claim: Claim) -> OpenFile | None:
         if claim.reused is None:
             return None
         file, claim.reused = claim.reused, None
         try:
-            return self._files.open(file, write=True)
+            return OpenFile(file, self._open(file, write=True), reused=True)
         except OSError:
             # Whatever is wrong with it, a new one will do.
             claim.drop.append(file)
-            self._drop_for(claim)
+            self._remove(claim)
             return None
 
     def _created(self) -> OpenFile:
-        opened = self._files.create(f"{next(self._numbers):06d}.safetensors")
+        file = SpillFile(f"{next(self._numbers):06d}.safetensors")
+        opened = OpenFile(file, self._folder.create(file.name, self._flags), reused=False)
         with self._lock:
             self._count += 1
         return opened
 
+    def _open(self, file: SpillFile, *, write: bool) -> int:
+        """Opens a finished file. Raises OSError, and CorruptRecord where another file, or none, has its name."""
+        try:
+            fd = self._folder.open(file.name, self._flags, write=write)
+        except OSError as error:
+            if error.errno not in _TAKEN_AWAY:
+                raise
+            found = error.strerror
+            raise CorruptRecord(self.path(file), "the file", expected=file.identity, found=found) from error
+        try:
+            identity = self._identity(fd)
+            if identity != file.identity:
+                raise CorruptRecord(self.path(file), "another file", expected=file.identity, found=identity)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.close(fd)
+            raise
+        return fd
+
+    def _identity(self, fd: int) -> Identity:
+        found = self._files.stat(fd)
+        return Identity(found.st_dev, found.st_ino, found.st_uid, found.st_nlink, found.st_size)
+
+    def _close(self, opened: OpenFile) -> None:
+        fd, opened.fd = opened.fd, -1
+        if fd >= 0:
+            self._files.close(fd)
+
     def _resize(self, opened: OpenFile, claim: Claim) -> None:
         growth = claim.nbytes - opened.file.nbytes
         if growth < 0:
-            self._files.truncate(opened, claim.nbytes)
+            self._files.truncate(opened.fd, claim.nbytes)
         with self._lock:
             # What was to be dropped, and could not be, is missing here.
             more = max(0, growth - claim.extra)
@@ -165,38 +237,35 @@ class FilePool:
 
     def _allocate(self, opened: OpenFile, nbytes: int) -> None:
         try:
-            self._files.allocate(opened, nbytes)
+            self._files.allocate(opened.fd, nbytes)
         except OSError as error:
             # Somebody else has filled the drive. What is kept here for later may make the room.
-            if error.errno not in _NO_ROOM or not self._drop_free():
+            if error.errno not in _NO_ROOM or not self._remove_usable():
                 raise
-            self._files.allocate(opened, nbytes)
+            self._files.allocate(opened.fd, nbytes)
 
-    def _drop_free(self) -> bool:
-        """Removes the free files. Returns whether there were any."""
+    def _remove_usable(self) -> bool:
+        """Removes the files that wait to be used again. Returns whether there were any."""
         with self._lock:
-            files = self._free.take_usable()
-        unneeded = Claim(0, None, [*files])
-        self._drop_for(unneeded)
-        self.cancel(unneeded)
-        return bool(files)
+            claim = Claim(0, None, [self._take(0) for _ in range(len(self._usable))])
+        found = bool(claim.drop)
+        self._remove(claim)
+        self.cancel(claim)
+        return found
 
-    def _drop_for(self, claim: Claim) -> None:
+    def _remove(self, claim: Claim) -> None:
         """Removes the files that a claim has to drop, and gives it their bytes. Others stay in the claim."""
         for file in tuple(claim.drop):
-            if self._files.remove(file):
-                with self._lock:
-                    claim.drop.remove(file)
-                    claim.extra += file.nbytes
-                    self._count -= 1
-
-    def _settle(self, claim: Claim) -> None:
-        """Gives back the bytes of a claim that its file did not take."""
-        self._reserved -= claim.extra
-        claim.extra = 0
-        for file in claim.drop:
-            self._free.doom(file)
-        claim.drop.clear()
+            try:
+                self._folder.remove(file.name)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                continue
+            with self._lock:
+                claim.drop.remove(file)
+                claim.extra += file.nbytes
+                self._count -= 1
 
     def _no_room(self, claim: Claim, error: OSError) -> TierFull:
         free = 0
@@ -207,16 +276,9 @@ class FilePool:
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
-    """Room for a file of `nbytes`: a free file, others to remove, and `extra` bytes that belong to no file."""
+class OpenFile:
+    """A file that is written. fd: below 0 once it is closed. reused: an older record may still be in it."""
 
-    nbytes: int
-    reused: SpillFile | None
-    drop: list[SpillFile] = field(default_factory=list)
-    extra: int = 0
-
-    def growth(self) -> int:
-        return max(0, self.nbytes - (self.reused.nbytes if self.reused is not None else 0))
-
-    def to_drop(self) -> int:
-        return sum(file.nbytes for file in self.drop)
+    file: SpillFile
+    fd: int
+    reused: bool

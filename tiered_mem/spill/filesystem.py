@@ -1,10 +1,14 @@
-"""The kind of a file system, and its alignment for direct I/O."""
+"""What the operating system does with files, and what it tells of file systems."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import mmap
 import os
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +25,71 @@ _STATX_DIOALIGN = 0x2000
 _STATX_BYTES, _MASK, _DIO_MEM_ALIGN, _DIO_OFFSET_ALIGN = 256, 0, 152, 156
 # Kernels from before the call, and containers whose rules are from before it.
 _NO_STATX = {errno.ENOSYS, errno.EPERM}
+# One type for every size: ctypes would make one for each, and they are garbage that only the collector frees.
+_ANY_BYTES = ctypes.c_char * sys.maxsize
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Files:
+    """The disk tier's calls on files. Each raises OSError, and blocks without holding the GIL.
+
+    `ptr` is an address, `nbytes` and `offset` are bytes; with direct I/O all three are multiples of 4096.
+    """
+
+    def open(self, name: str, flags: int, folder: int) -> int:
+        """Open a file of a folder, which is open as `folder`. A file that is made is for this user alone."""
+        return os.open(name, flags, 0o600, dir_fd=folder)
+
+    def remove(self, name: str, folder: int) -> None:
+        os.unlink(name, dir_fd=folder)
+
+    def pread(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
+        """Read into memory; return how many bytes came, which may be fewer."""
+        return os.preadv(fd, [memory_at(ptr, nbytes)], offset)
+
+    def pwrite(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
+        """Write from memory; return how many bytes went, which may be fewer."""
+        return os.pwritev(fd, [memory_at(ptr, nbytes)], offset)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Make a file longer, with room on the drive. A failed call may keep a part of the room."""
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            # The C library's substitute, which writes single bytes, fails with direct I/O.
+            if error.errno not in _NO_FALLOCATE:
+                raise
+            os.ftruncate(fd, nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def stat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def sync(self, fd: int) -> None:
+        """Wait until all writes are on the drive. Raises the errors of earlier, buffered writes too."""
+        os.fdatasync(fd)
+
+    def advise_dropped(self, fd: int) -> None:
+        """Tell the page cache that nobody will read the file soon."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self, fd: int) -> None:
+        """Close the descriptor. It is closed even where this raises."""
+        os.close(fd)
+
+
+def memory_at(ptr: int, nbytes: int) -> memoryview:
+    """The bytes at an address, which must stay valid for as long as they are used. Nothing is copied."""
+    return memoryview(_ANY_BYTES.from_address(ptr)).cast("B")[:nbytes]
+
+
+@contextlib.contextmanager
+def pages(nbytes: int) -> Iterator[int]:
+    """The address of new memory, on a page boundary, that is zero."""
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        yield ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -13,9 +14,12 @@ from pathlib import Path
 
 from ..errors import Closed, SpillDirRefused
 from ..sizes import format_bytes
+from .filesystem import Files, filesystem_of, memory_at, pages
 from .home import OWNER, Home, RunFolder
+from .record import ALIGNMENT
 
 _ATTEMPTS = 100
+_PATTERN = bytes(range(256)) * (ALIGNMENT // 256)
 
 _log = logging.getLogger("tiered_mem.spill")
 
@@ -34,15 +38,17 @@ class SpillFolder:
 
     spill_dir: a directory on a local drive. It must exist and must not be a link.
     run: up to 100 letters, digits, "_", "-" and ".", not starting with "-" or ".".
+    files: for tests.
     Raises SpillDirRefused, and ValueError for any other run.
     """
 
-    def __init__(self, spill_dir: str | os.PathLike[str], *, run: str) -> None:
+    def __init__(self, spill_dir: str | os.PathLike[str], *, run: str, files: Files | None = None) -> None:
         if not re.fullmatch(r"\w[\w.-]{0,99}", run, re.ASCII):
             raise ValueError(
                 f"run: up to 100 letters, digits, '_', '-' and '.', not starting with '-' or '.', not {run!r}"
             )
         self.run = run
+        self._files = files or Files()
         self._folder = _made(spill_dir, run)
         self.path = self._folder.path
         self._end = weakref.finalize(self, _remove, self._folder, os.getpid())
@@ -54,18 +60,51 @@ class SpillFolder:
         """Make a file and open it for reading and writing. flags: more, such as os.O_DIRECT. Raises OSError."""
         return self._open(name, os.O_CREAT | os.O_EXCL | flags)
 
-    def open(self, name: str, flags: int = 0) -> int:
-        """Open an existing file as `create` does. Raises OSError, for a link too."""
-        return self._open(name, flags)
+    def open(self, name: str, flags: int = 0, *, write: bool = True) -> int:
+        """Open an existing file as `create` does; to read it only where `write` is False and writing is impossible.
+
+        Raises OSError, for a link too.
+        """
+        try:
+            return self._open(name, flags)
+        except OSError as error:
+            # The kernel makes many a file system read-only after an error on the drive: what is there can be read.
+            if write or error.errno != errno.EROFS:
+                raise
+            return self._open(name, flags, os.O_RDONLY)
 
     def remove(self, name: str) -> None:
         """Remove a file. Raises OSError."""
-        os.unlink(_checked(name), dir_fd=self._fd())
+        self._files.remove(_checked(name), self._fd())
 
     def free_bytes(self) -> int:
         """The bytes that the file system has left for this user. Quotas may leave less."""
         found = os.fstatvfs(self._fd())
         return found.f_bavail * found.f_frsize
+
+    def takes_direct_io(self) -> bool:
+        """Whether direct I/O works in this folder, found by a trial. If it does not, ordinary I/O does.
+
+        Raises SpillDirRefused where neither works.
+        """
+        try:
+            self._try("direct.trial", os.O_DIRECT)
+            return True
+        except OSError as error:
+            refusal = str(error)
+        try:
+            self._try("cached.trial", 0)
+        except OSError as error:
+            raise SpillDirRefused(
+                f"a file in {self.path} cannot be written and read back: {error}. Choose a spill_dir on a local "
+                "drive that works and has room"
+            ) from error
+        _log.info(
+            "%s takes no direct I/O (%s): records go through the page cache, and are dropped from it, which costs "
+            "time",
+            *(self.path, refusal),
+        )
+        return False
 
     def close(self) -> None:
         """Remove the folder and its files, and log what cannot be removed. Idempotent.
@@ -74,9 +113,26 @@ class SpillFolder:
         """
         self._end()
 
-    def _open(self, name: str, flags: int) -> int:
-        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(_checked(name), flags, 0o600, dir_fd=self._fd())
+    def _open(self, name: str, flags: int, mode: int = os.O_RDWR) -> int:
+        return self._files.open(_checked(name), mode | os.O_NOFOLLOW | os.O_CLOEXEC | flags, self._fd())
+
+    def _try(self, name: str, flags: int) -> None:
+        """Writes and reads a block with the smallest alignment that records use. Raises OSError."""
+        fd = self.create(name, flags)
+        try:
+            with pages(2 * ALIGNMENT) as start:
+                ptr = start + ALIGNMENT
+                block = memory_at(ptr, ALIGNMENT)
+                block[:] = _PATTERN
+                written = self._files.pwrite(fd, ptr, ALIGNMENT, ALIGNMENT)
+                block[:] = bytes(ALIGNMENT)
+                read = self._files.pread(fd, ptr, ALIGNMENT, ALIGNMENT)
+                if written != ALIGNMENT or read != ALIGNMENT or block != _PATTERN:
+                    raise OSError(errno.EIO, "what comes back is not what was written")
+        finally:
+            with contextlib.suppress(OSError):
+                self._files.close(fd)
+            self.remove(name)
 
     def _fd(self) -> int:
         if not self._end.alive:
@@ -84,7 +140,7 @@ class SpillFolder:
         return self._folder.fd
 
     def _warn(self) -> None:
-        found = self._folder.home.filesystem
+        found = filesystem_of(self._folder.home.fd)
         if found.in_memory:
             _log.warning(
                 "%s lies on %s, which is memory: what is spilled there still takes up RAM. Choose a spill_dir on a "
@@ -149,10 +205,8 @@ def _made(spill_dir: str | os.PathLike[str], run: str) -> RunFolder:
                 home.remove_if_empty()
                 home.close()
                 raise
-        except (
-            FileNotFoundError
-        ):  # another process has swept the folder, or removed the home, before this had a lock
-            continue
+        except FileNotFoundError:
+            continue  # another process swept the folder, or removed the home, before this one had a lock
         except SpillDirRefused:
             raise
         except OSError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..errors import SpillDirRefused
-from .filesystem import FileSystem, filesystem_of
+from .filesystem import filesystem_of
 
 OWNER = "owner"
 # The end of the folder's name once somebody has begun to remove it.
@@ -27,7 +27,7 @@ _PATIENCE_S, _PAUSE_S = 30.0, 0.01
 # How much of the owner file is read, and how many of the files that cannot be removed are named.
 _OWNER_BYTES, _NAMED = 4096, 3
 _PREFIX = "tiered_mem-"
-_NAME = re.compile(r"(?P<run>\w[\w.-]*)-(?P<pid>\d+)-[0-9a-f]{16}(?:\.going)?", re.ASCII)
+_NAME = re.compile(r"\w[\w.-]*-\d+-[0-9a-f]{16}(\.going)?", re.ASCII)
 _STEP = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # What os.open of a folder says, and what the user is told.
 _UNUSABLE = {
@@ -59,10 +59,6 @@ class Home:
             os.close(self._above)
             raise
 
-    @property
-    def filesystem(self) -> FileSystem:
-        return filesystem_of(self.fd)
-
     def names(self, *, going: bool | None = None) -> list[str]:
         """The names of the processes' folders. going: only those that are being removed, or only the others."""
         names = sorted(name for name in os.listdir(self.fd) if _NAME.fullmatch(name))
@@ -74,8 +70,7 @@ class Home:
         os.mkdir(name, 0o700, dir_fd=self.fd)
         folder = None
         try:
-            fd = _own_folder(name, self.fd, self.path / name)
-            folder = RunFolder(self, name, fd, run, os.getpid(), create=True)
+            folder = RunFolder(self, name, create=True)
             # To those who sweep, an empty folder and a free lock are a dead process's. They remove files only under
             # the lock; so once it is taken here, and the folder still there, nobody else will touch it.
             if not folder.lock(fcntl.LOCK_EX, wait=True):
@@ -90,13 +85,9 @@ class Home:
         return folder
 
     def open(self, name: str) -> RunFolder | None:
-        """A process's folder; None where it is gone, has no owner file, or belongs to another user."""
-        words = _NAME.fullmatch(name)
-        if words is None:
-            return None
+        """One of `names`; None where it is gone, has no owner file, or belongs to another user."""
         try:
-            fd = _own_folder(name, self.fd, self.path / name)
-            return RunFolder(self, name, fd, words["run"], int(words["pid"]))
+            return RunFolder(self, name)
         except OSError:
             return None
 
@@ -117,22 +108,24 @@ class Home:
 class RunFolder:
     """An open folder with its open owner file. The process that holds the file's lock may change the folder.
 
-    fd: of the folder; it is closed here, even if this raises. create: make the owner file. Raises OSError.
+    name: one of `Home.names`. create: make the owner file. Raises SpillDirRefused, and other OSErrors.
     """
 
-    def __init__(self, home: Home, name: str, fd: int, run: str, pid: int, *, create: bool = False) -> None:
-        self.home, self.fd, self.run, self.pid = home, fd, run, pid
+    def __init__(self, home: Home, name: str, *, create: bool = False) -> None:
+        self.run, pid, _ = name.removesuffix(_GOING).rsplit("-", 2)
+        self.home, self.pid = home, int(pid)
+        self.path = home.path / name
+        self.going = name.endswith(_GOING)
         self._name = name
-        self._open = [fd]
+        self.fd = _own_folder(name, home.fd, self.path)
+        self._open = [self.fd]
         try:
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-            self._owner = os.open(OWNER, flags, 0o600, dir_fd=fd)
+            self._owner = os.open(OWNER, flags, 0o600, dir_fd=self.fd)
         except BaseException:
             self.close()
             raise
         self._open.append(self._owner)
-        self.path = home.path / name
-        self.going = name.endswith(_GOING)
 
     def lock(self, how: int, *, wait: bool = False) -> bool:
         """Take the lock, by LOCK_SH or LOCK_EX. False where another process has it, or the folder is gone.
@@ -149,9 +142,10 @@ class RunFolder:
                     return False
                 time.sleep(_PAUSE_S)
             except OSError as error:
+                where = filesystem_of(self.home.fd).name
                 raise SpillDirRefused(
                     f"{self.path} cannot be locked ({error.strerror}), and locks tell the files of a live process "
-                    f"from those of a dead one; choose a spill_dir that is not on {self.home.filesystem.name}"
+                    f"from those of a dead one; choose a spill_dir that is not on {where}"
                 ) from error
 
     def is_there(self) -> bool:
@@ -173,7 +167,7 @@ class RunFolder:
 
     def elsewhere(self) -> bool:
         """Whether it may belong to another machine, whose locks need not reach this one."""
-        if not self.home.filesystem.network:
+        if not filesystem_of(self.home.fd).network:
             return False
         try:
             return bool(json.loads(os.pread(self._owner, _OWNER_BYTES, 0))["host"] != os.uname().nodename)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+
+Run = Callable[[], None]
 
 
 class IoQueue:
@@ -15,8 +16,8 @@ class IoQueue:
     def __init__(self, workers: int, name: str) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}, there must be at least 1")
-        self._urgent: deque[Job] = deque()
-        self._later: deque[Job] = deque()
+        self._urgent: dict[Job, Run] = {}  # by age, the oldest first
+        self._later: dict[Job, Run] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -29,22 +30,21 @@ class IoQueue:
             self.close()
             raise
 
-    def submit(self, run: Callable[[], None], *, urgent: bool) -> Job:
+    def submit(self, run: Run, *, urgent: bool) -> Job:
         """Have one of the threads call `run`. Raises RuntimeError once closed."""
-        job = Job(run)
+        job = Job()
         with self._changed:
             if self._closed:
                 raise RuntimeError("the queue is closed")
-            (self._urgent if urgent else self._later).append(job)
+            (self._urgent if urgent else self._later)[job] = run
             self._changed.notify()
         return job
 
     def cancel(self, job: Job) -> bool:
         """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
         with self._changed:
-            if job not in self._later:
+            if self._later.pop(job, None) is None:
                 return False
-            self._later.remove(job)
         job._end(CancelledError("it was given up before it began"))
         return True
 
@@ -62,26 +62,29 @@ class IoQueue:
                 thread.join()
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
-            error = _error_of(job._begin())
+        while (work := self._next()) is not None:
+            job, run = work
+            error = _error_of(run)
+            del work, run  # not to be kept alive by whoever waits for the job, or until the next one comes
             _clear(error)
             job._end(error)
-            del job, error  # not to be kept alive until the next one comes
+            del job, error
 
-    def _next(self) -> Job | None:
+    def _next(self) -> tuple[Job, Run] | None:
         with self._changed:
             while not self._urgent and not self._later:
                 if self._closed:
                     return None
                 self._changed.wait()
-            return (self._urgent or self._later).popleft()
+            jobs = self._urgent or self._later
+            job = next(iter(jobs))
+            return job, jobs.pop(job)
 
 
 class Job:
     """An operation on the drive that a thread of the queue does."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._finished = threading.Event()
         self._error: Exception | None = None
 
@@ -99,21 +102,12 @@ class Job:
         """Wait for its end, at most so many seconds. Whether it has ended. Raises nothing: see `error`."""
         return self._finished.wait(seconds)
 
-    def _begin(self) -> Callable[[], None]:
-        run, self._run = self._run, _nothing
-        return run
-
     def _end(self, error: Exception | None) -> None:
-        self._run = _nothing
         self._error = error
         self._finished.set()
 
 
-def _nothing() -> None:
-    pass
-
-
-def _error_of(run: Callable[[], None]) -> Exception | None:
+def _error_of(run: Run) -> Exception | None:
     try:
         run()
     except Exception as error:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import CorruptRecord
-from .checksums import checksum_by_name
 from .record import Header, header_bytes_of, parse_header
+from .record_io import checksum_by_name
 
 # Not blocking matters for a pipe in a record's place, whose open would wait for a writer.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

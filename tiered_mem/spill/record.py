@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..allocators import round_up
+from ..allocators.base import round_up
 from ..errors import CorruptRecord
-from .checksums import DIGITS
 
+# The hex digits of each checksum. A header can be read, and its length known, where the algorithm is missing.
+DIGITS = {"xxh3_64": 16, "crc32": 8, "none": 0}
 ALIGNMENT = 4096
 # safetensors reads no longer ones.
 MAX_HEADER_TEXT = 100_000_000
@@ -37,7 +38,7 @@ class Header:
 
     run: the id of the run that writes it. number: the record's number in the run. write: a counter that differs for
     each write. step: the training step. kind: of its contents, such as "activation". algorithm: of the entries'
-    checksums, a name in checksums.DIGITS.
+    checksums, a name in DIGITS.
 
     Raises ValueError for values that no record can have.
     """

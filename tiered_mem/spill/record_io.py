@@ -1,75 +1,70 @@
-"""Moves one record between memory and an open file."""
+"""Moves one record between memory and an open file, with checksums of its data."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..allocators import round_up
+from ..allocators.base import round_up
 from ..errors import CorruptRecord
-from .checksums import Checksum
-from .files import Files, memory_at, pages
-from .record import ALIGNMENT, Header, Layout, parse_header
+from .disk_record import Record
+from .filesystem import Files, memory_at, pages
+from .record import ALIGNMENT, DIGITS, Header, parse_header
 
 REQUEST_BYTES = 8 << 20
 
 
 class RecordIo:
-    """Writes records straight from memory and reads them back into it.
+    """Writes a record straight from memory, or reads it back into memory. One serves for one operation.
 
-    direct: the files are open for direct I/O. Otherwise `write` waits until the record is on the drive, and drops
-    it from the page cache.
+    direct: the file is open for direct I/O. Otherwise `write` waits until the record is on the drive, and drops it
+    from the page cache. moved: the bytes that were moved, also where the operation failed.
     """
 
     def __init__(self, files: Files, checksum: Checksum, *, direct: bool) -> None:
         self._files = files
         self._checksum = checksum
         self._direct = direct
+        self.moved = 0
 
-    @property
-    def algorithm(self) -> str:
-        """The name of the checksums."""
-        return self._checksum.name
+    def write(self, fd: int, record: Record, pieces: Sequence[Piece], *, reused: bool) -> tuple[Header, bytes]:
+        """Write a record into a file of its length. Returns its header with checksums, also encoded.
 
-    def write(
-        self, fd: int, header: Header, layout: Layout, pieces: Sequence[Piece], *, reused: bool, moved: Moved
-    ) -> Stored:
-        """Write a record into a file of its length. Raises OSError.
-
-        header: has an entry for each piece, without checksums. reused: the file may hold another record.
+        record: has an entry for each piece. reused: the file may hold another record. Raises OSError.
         """
         entries = tuple(
             replace(entry, checksum=self._checksum.of(memory_at(piece.ptr, piece.nbytes)))
-            for entry, piece in zip(header.entries, pieces, strict=True)
+            for entry, piece in zip(record.header.entries, pieces, strict=True)
         )
-        header = replace(header, entries=entries)
+        header = replace(record.header, entries=entries)
         encoded = header.encode()
         with pages(len(encoded)) as start:
             if reused:
                 # Nobody must take the data for that of the header that was there before.
-                self._put(fd, start, ALIGNMENT, 0, moved)
-            parts = zip(layout.offsets, pieces, strict=True)
+                self._put(fd, start, ALIGNMENT, 0)
+            parts = zip(record.layout.offsets, pieces, strict=True)
             for ptr, nbytes, offset in _runs((piece.ptr, piece.nbytes, at) for at, piece in parts):
-                self._put(fd, ptr, nbytes, offset, moved)
+                self._put(fd, ptr, nbytes, offset)
             memory_at(start, len(encoded))[:] = encoded
-            self._put(fd, start, len(encoded), 0, moved)
+            self._put(fd, start, len(encoded), 0)
         if not self._direct:
             self._files.sync(fd)
             self._drop_from_cache(fd)
-        return Stored(header, layout, encoded)
+        return header, encoded
 
-    def read(self, fd: int, stored: Stored, wanted: Sequence[tuple[int, int]], path: str, moved: Moved) -> None:
+    def read(self, fd: int, record: Record, wanted: Sequence[tuple[int, int]], path: str) -> None:
         """Read pieces of a record from the file at `path`: the index of each, and the address that it goes to.
 
         Raises CorruptRecord where the file holds anything else, and OSError; then the memory is undefined.
         """
-        self._check_header(fd, stored, path, moved)
-        entries, offsets = stored.header.entries, stored.layout.offsets
+        self._check_header(fd, record, path)
+        entries, offsets = record.header.entries, record.layout.offsets
         for to, nbytes, offset in _runs((ptr, entries[index].nbytes, offsets[index]) for index, ptr in wanted):
-            self._get(fd, to, nbytes, offset, path, moved)
+            self._get(fd, to, nbytes, offset, path)
         for index, ptr in wanted:
             entry = entries[index]
             found = self._checksum.of(memory_at(ptr, entry.nbytes))
@@ -79,31 +74,29 @@ class RecordIo:
         if not self._direct:
             self._drop_from_cache(fd)
 
-    def _check_header(self, fd: int, stored: Stored, path: str, moved: Moved) -> None:
-        nbytes = len(stored.encoded)
+    def _check_header(self, fd: int, record: Record, path: str) -> None:
+        nbytes = len(record.encoded)
         with pages(nbytes) as start:
-            self._get(fd, start, nbytes, 0, path, moved)
+            self._get(fd, start, nbytes, 0, path)
             found = bytes(memory_at(start, nbytes))
-        if found != stored.encoded:
+        if found != record.encoded:
             # Which says what is wrong with a damaged one.
-            other = parse_header(found, stored.layout.file_bytes, path)
-            raise CorruptRecord(path, "another record", expected=_title(stored.header), found=_title(other))
+            other = parse_header(found, record.nbytes, path)
+            raise CorruptRecord(path, "another record", expected=_title(record.header), found=_title(other))
 
-    def _put(self, fd: int, ptr: int, nbytes: int, offset: int, moved: Moved) -> None:
-        done = self._move(self._files.pwrite, fd, ptr, nbytes, offset, moved)
+    def _put(self, fd: int, ptr: int, nbytes: int, offset: int) -> None:
+        done = self._move(self._files.pwrite, fd, ptr, nbytes, offset)
         if done < nbytes:
             raise OSError(errno.EIO, f"the drive took {done} of {nbytes} bytes and no more, at {offset}")
 
-    def _get(self, fd: int, ptr: int, nbytes: int, offset: int, path: str, moved: Moved) -> None:
-        done = self._move(self._files.pread, fd, ptr, nbytes, offset, moved)
+    def _get(self, fd: int, ptr: int, nbytes: int, offset: int, path: str) -> None:
+        done = self._move(self._files.pread, fd, ptr, nbytes, offset)
         if done < nbytes:
             raise CorruptRecord(
                 path, "length of the file", expected=f"{offset + nbytes} or more", found=offset + done
             )
 
-    def _move(
-        self, call: Callable[[int, int, int, int], int], fd: int, ptr: int, nbytes: int, offset: int, moved: Moved
-    ) -> int:
+    def _move(self, call: Callable[[int, int, int, int], int], fd: int, ptr: int, nbytes: int, offset: int) -> int:
         """Calls until all is moved, or nothing moves any more. Returns how many bytes moved."""
         done = 0
         while done < nbytes:
@@ -113,7 +106,7 @@ class RecordIo:
             if count <= 0:
                 break
             done += count
-            moved.nbytes += count
+            self.moved += count
         return done
 
     def _drop_from_cache(self, fd: int) -> None:
@@ -134,19 +127,36 @@ class Piece(NamedTuple):
     dtype: str
 
 
-class Stored(NamedTuple):
-    """A written record: its header, the header's bytes, and the places of its parts."""
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A kind of checksum.
 
-    header: Header
-    layout: Layout
-    encoded: bytes
+    of: of contiguous memory, as lower-case hex digits. Nothing is copied, and the GIL is released while it works on
+    large data.
+    """
+
+    name: str
+    of: Callable[[memoryview], str]
 
 
-@dataclass(slots=True)
-class Moved:
-    """Counts the bytes of one operation, which may fail in between."""
+def checksum_by_name(name: str | None) -> Checksum:
+    """One of DIGITS; for None "xxh3_64" where xxhash is installed, else "crc32".
 
-    nbytes: int = 0
+    Raises ValueError for another name, and ImportError for "xxh3_64" where xxhash is not installed.
+    """
+    if name is not None and name not in DIGITS:
+        raise ValueError(f"{name!r} is no checksum; there are {', '.join(DIGITS)}, and None for the fastest")
+    if name in (None, "xxh3_64"):
+        try:
+            import xxhash
+        except ImportError:
+            if name is not None:
+                raise ImportError(
+                    'the checksum "xxh3_64" needs xxhash: install it (pip install xxhash), or use "crc32"'
+                ) from None
+        else:
+            return Checksum("xxh3_64", xxhash.xxh3_64_hexdigest)
+    return Checksum("none", _no_digits) if name == "none" else Checksum("crc32", _crc32)
 
 
 def _runs(parts: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -162,3 +172,11 @@ def _runs(parts: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int
 
 def _title(header: Header) -> str:
     return f"record {header.number} of run {header.run}, write {header.write}"
+
+
+def _crc32(data: memoryview) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def _no_digits(data: memoryview) -> str:
+    return ""

@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..device import Device, Event, Stream
-from ..spill.disk_record import Operation, OperationKind
-from .figures import Figures, Stall, Total
+from ..sizes import format_bytes
 from .timeline import (
     Copy,
     Direction,
+    FileKind,
     FileMove,
     HostWait,
     Layer,
-    Record,
     Save,
+    TraceRecord,
     Wait,
     chrome_trace,
+    layer_name,
 )
 
 _REBASE_SECONDS = 1.0
@@ -52,15 +53,16 @@ class Trace:
         self._most_pending = pending
         self._pending: deque[_Pending] = deque()
         self._under_way: dict[Event, Copy] = {}  # the copies among them, by their end
-        self._records = _Kept(limit)
+        self._records: deque[TraceRecord] = deque(maxlen=limit)
+        self._timed = 0  # how many of them there ever were
         self._layer: tuple[int | None, bool] = (None, False)
         self._graph = 0
         self._copied: dict[Direction, Total] = {"offload": Total(), "reload": Total()}
         self._stalls: dict[tuple[str, int | None, bool], float] = defaultdict(float)
         self._host_waited = Total()
         self._files_lock = threading.Lock()
-        self._files = _Kept(limit)
-        self._moved: dict[OperationKind, Total] = {"write": Total(), "read": Total()}
+        self._files: deque[FileMove] = deque(maxlen=limit)
+        self._moved: dict[FileKind, Total] = {"write": Total(), "read": Total()}
         event = device.timed_event(device.current_stream())
         event.synchronize()
         self._host_base = time.perf_counter()
@@ -122,18 +124,18 @@ class Trace:
         finally:
             self._keep(HostWait(), (began, time.perf_counter() - self._host_base))
 
-    def file_moved(self, operation: Operation) -> None:
-        """A file was read or written. Any thread may call it."""
-        record = FileMove(operation.kind, operation.nbytes)
-        record.times = (operation.began - self._host_base, operation.ended - self._host_base)
+    def file_moved(self, kind: FileKind, nbytes: int, began: float, ended: float) -> None:
+        """A file was read or written. Any thread may call it. began, ended: seconds of time.perf_counter."""
+        record = FileMove(kind, nbytes)
+        record.times = (began - self._host_base, ended - self._host_base)
         with self._files_lock:
-            self._files.add(record)
-            self._moved[record.kind].add(record.seconds, record.nbytes)
+            self._files.append(record)
+            self._moved[kind].add(record.seconds, nbytes)
 
     # What it tells.
 
     def figures(self) -> Figures:
-        self._settle_all()
+        self._wait_for_all()
         with self._files_lock:
             writes, reads = replace(self._moved["write"]), replace(self._moved["read"])
         stalls = (Stall(*key, seconds) for key, seconds in self._stalls.items())
@@ -148,34 +150,35 @@ class Trace:
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file in Chrome's trace event format, which Perfetto opens."""
-        self._settle_all()
+        self._wait_for_all()
         with self._files_lock:
-            records = [*self._records.last, *self._files.last]
-            dropped = self._records.dropped + self._files.dropped
+            records = [*self._records, *self._files]
+            made = self._timed + sum(total.count for total in self._moved.values())
+        dropped = made - len(records)
         Path(path).write_text(json.dumps(chrome_trace(str(self._device.torch_device), records, dropped)))
 
     # Events become times in the order in which they were recorded.
 
-    def _add(self, record: Record, stream: Stream) -> None:
+    def _add(self, record: TraceRecord, stream: Stream) -> None:
         self._make_room()
         self._put(_Pending(record, self._base, (self._device.timed_event(stream),)))
 
     def _put(self, pending: _Pending) -> None:
         self._pending.append(pending)
         while self._pending and self._pending[0].events[-1].query():
-            self._settle()
+            self._time_first()
 
     def _make_room(self) -> None:
         while len(self._pending) >= self._most_pending:
             self._device.wait_for(self._pending[0].events[-1])
-            self._settle()
+            self._time_first()
 
-    def _settle_all(self) -> None:
+    def _wait_for_all(self) -> None:
         while self._pending:
             self._device.wait_for(self._pending[0].events[-1])
-            self._settle()
+            self._time_first()
 
-    def _settle(self) -> None:
+    def _time_first(self) -> None:
         record, base, events = self._pending.popleft()
         self._under_way.pop(events[-1], None)
         times = tuple(base.at + self._device.elapsed(base.event, event) for event in events)
@@ -184,9 +187,10 @@ class Trace:
             self._base = _Base(events[-1], times[-1])
         self._keep(record, times)
 
-    def _keep(self, record: Record, times: tuple[float, ...]) -> None:
+    def _keep(self, record: TraceRecord, times: tuple[float, ...]) -> None:
         record.times = times
-        self._records.add(record)
+        self._records.append(record)
+        self._timed += 1
         match record:
             case Copy():
                 self._copied[record.direction].add(record.seconds, record.nbytes, record.blocks)
@@ -204,20 +208,7 @@ class CopyGroup:
     ended: Event
 
 
-class _Kept:
-    """The last records. dropped: the number of older ones."""
-
-    def __init__(self, limit: int) -> None:
-        self.last: deque[Record] = deque(maxlen=limit)
-        self.dropped = 0
-
-    def add(self, record: Record) -> None:
-        self.dropped += len(self.last) == self.last.maxlen
-        self.last.append(record)
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
+class _Base(NamedTuple):
     """An event that passed `at` seconds after the trace began."""
 
     event: Event
@@ -227,6 +218,83 @@ class _Base:
 class _Pending(NamedTuple):
     """A record whose events may not have passed yet, and the base of their times."""
 
-    record: Record
+    record: TraceRecord
     base: _Base
     events: tuple[Event, ...]
+
+
+@dataclass(slots=True)
+class Total:
+    """Copies, files or waits of one kind, and their seconds together, some of which ran side by side.
+
+    blocks, stalled: of copies, how many blocks they moved, and how many seconds compute streams waited for them.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+    blocks: int = 0
+    stalled: float = 0.0
+
+    def add(self, seconds: float, nbytes: int = 0, blocks: int = 0) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.nbytes += nbytes
+        self.blocks += blocks
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the copying that nobody waited for, from 0 to 1; None where there was none."""
+        return min(1.0, max(0.0, 1 - self.stalled / self.seconds)) if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """How many seconds compute streams waited for copies in a layer; None is before the first one."""
+
+    why: str
+    layer: int | None
+    backward: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All since the trace began. stalls: the longest first. host_waits: of the host itself, for room."""
+
+    offload: Total
+    reload: Total
+    stalls: tuple[Stall, ...]
+    host_waits: Total
+    writes: Total
+    reads: Total
+
+
+def summary_rows(figures: Figures) -> list[tuple[str, str]]:
+    """The figures for people, as labels and values."""
+    stalls = [f"{_duration(s.seconds)} {s.why} in {layer_name(s.layer, s.backward)}" for s in figures.stalls[:3]]
+    waited = _duration(sum(stall.seconds for stall in figures.stalls))
+    rows = [
+        ("offload copies", _told(figures.offload)),
+        ("reload copies", _told(figures.reload)),
+        ("compute waited for them", f"{waited}: {', '.join(stalls)}" if stalls else "never"),
+        ("host waited for room", _duration(figures.host_waits.seconds)),
+    ]
+    files = (("files written", figures.writes), ("files read", figures.reads))
+    return rows + [(name, _rate(each)) for name, each in files if each.count]
+
+
+def _rate(files: Total) -> str:
+    each = f"{files.nbytes / files.seconds / 1e9:.2f} GB/s each" if files.seconds > 0 else "in no time"
+    return f"{files.count}, {format_bytes(files.nbytes)}, {each}"
+
+
+def _told(copies: Total) -> str:
+    if copies.hidden is None:
+        return "none"
+    moved = f"{format_bytes(copies.nbytes)} in {copies.count} groups"
+    return f"{moved}, {_duration(copies.seconds)}, {100 * copies.hidden:.0f} % hidden"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"

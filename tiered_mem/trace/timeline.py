@@ -8,19 +8,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..spill.disk_record import OperationKind
-
 Direction = Literal["offload", "reload"]
+FileKind = Literal["write", "read"]
 
 _PROCESS = 1
 _LAYERS, _WAITS, _HOST = "compute: layers", "compute: waits", "host: waits"
 _COPIES: dict[Direction, str] = {"offload": "copies: offload", "reload": "copies: reload"}
-_FILES: dict[OperationKind, str] = {"write": "disk: writes", "read": "disk: reads"}
+_FILES: dict[FileKind, str] = {"write": "disk: writes", "read": "disk: reads"}
 _TRACKS = (_LAYERS, _WAITS, *_COPIES.values(), _HOST)
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class TraceRecord:
     """times: in seconds since the trace began: the first moment and the last, or the only one."""
 
     times: tuple[float, ...] = field(default=(), init=False)
@@ -31,7 +30,7 @@ class Record:
 
 
 @dataclass(slots=True, eq=False)
-class Layer(Record):
+class Layer(TraceRecord):
     """A layer begins or ends on a compute stream."""
 
     stream: int
@@ -42,7 +41,7 @@ class Layer(Record):
 
 
 @dataclass(slots=True, eq=False)
-class Save(Record):
+class Save(TraceRecord):
     stream: int
     graph: int
     layer: int
@@ -50,7 +49,7 @@ class Save(Record):
 
 
 @dataclass(slots=True, eq=False)
-class Copy(Record):
+class Copy(TraceRecord):
     """A group of copies, from when the first may begin to when the last has ended."""
 
     direction: Direction
@@ -59,7 +58,7 @@ class Copy(Record):
 
 
 @dataclass(slots=True, eq=False)
-class Wait(Record):
+class Wait(TraceRecord):
     """A compute stream comes to where it waits for a copy, in a layer, or before the first one."""
 
     stream: int
@@ -75,15 +74,15 @@ class Wait(Record):
 
 
 @dataclass(slots=True, eq=False)
-class HostWait(Record):
+class HostWait(TraceRecord):
     """The host waits for room."""
 
 
 @dataclass(slots=True, eq=False)
-class FileMove(Record):
+class FileMove(TraceRecord):
     """A thread of the disk tier writes a file, or reads one."""
 
-    kind: OperationKind
+    kind: FileKind
     nbytes: int
 
 
@@ -91,7 +90,7 @@ def layer_name(layer: int | None, backward: bool) -> str:
     return "no layer" if layer is None else f"{'backward' if backward else 'forward'} {layer}"
 
 
-def chrome_trace(process: str, records: Iterable[Record], dropped: int = 0) -> dict[str, Any]:
+def chrome_trace(process: str, records: Iterable[TraceRecord], dropped: int = 0) -> dict[str, Any]:
     """A JSON object for Perfetto. The records of each stream are in its order; those of files are in any.
 
     dropped: the number of older records. A span needs all of its records, so that the first one may be missing.
@@ -124,7 +123,7 @@ class _Chart:
         for track in _TRACKS:
             self._tid(track)
 
-    def draw(self, record: Record) -> None:
+    def draw(self, record: TraceRecord) -> None:
         if not isinstance(record, (HostWait, FileMove)):
             self._latest = max(self._latest, record.times[-1])
         match record:
