@@ -1,5 +1,91 @@
 """The command line, `tiered-mem`. `import tiered_mem` does not bring it in, nor rich."""
 
-from .command_line import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+from typing import NoReturn
+
+from ..errors import TieredMemError
+from . import clean, inspect, probe
+from .output import plain
+
+_VERBS = {"probe": probe, "inspect": inspect, "clean": clean}
+_REFUSED = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `tiered-mem` and return its exit status: 0, 1 where something is wrong, 2 where it cannot be run.
+
+    arguments: without the program's name; by default those of the process.
+    """
+    try:
+        with _files_removed_at_the_end():
+            options, unknown = _parser().parse_known_args(arguments)
+            if unknown:
+                options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            status: int = options.run(options)
+            return status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    # ImportError: of the package for a checksum.
+    except (TieredMemError, OSError, ValueError, ImportError) as error:
+        sys.stderr.write(f"tiered-mem: {plain(' '.join(str(error).split()))}\n")
+        return _REFUSED
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that neither ends the process because of its arguments nor prints its usage unasked."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+class _Version(argparse.Action):
+    """Tells the version that is installed, which is looked for only when somebody asks."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        try:
+            found = version("tiered_mem")
+        except PackageNotFoundError:
+            found = "of a source tree that is not installed"
+        sys.stdout.write(f"tiered-mem {found}\n")
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tiered-mem", description="Looks at what tiered_mem runs on, and at its spill files.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
+    for name, verb in _VERBS.items():
+        about = verb.__doc__ or ""
+        style = argparse.RawDescriptionHelpFormatter
+        one = verbs.add_parser(name, help=about.splitlines()[0], description=about, formatter_class=style)
+        verb.add_arguments(one)
+        one.add_argument("--json", action="store_true", help="print JSON in place of tables")
+        one.set_defaults(run=verb.run, parser=one)
+    return parser
+
+
+@contextlib.contextmanager
+def _files_removed_at_the_end() -> Iterator[None]:
+    """Inside, a signal that ends the process raises SystemExit, so that nothing stays behind."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

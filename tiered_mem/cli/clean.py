@@ -12,14 +12,13 @@ from pathlib import Path
 
 from ..sizes import format_bytes
 from ..spill.folder import Owned, owners, sweep
-from .folders import described, look_into
+from .inspect import described, look_into
 from .output import console, plain, table, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="what spill_dir was when the files were written")
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The speed of copies between a device and a slab of host memory."""
+"""The speed of copies between a device and a slab of host memory. It needs torch, as no other file here does."""
 
 from __future__ import annotations
 
@@ -40,22 +40,28 @@ class Link:
 def link_to(asked: str | None) -> tuple[Link | None, str]:
     """The link to the device `asked`, by default to torch's accelerator; or None and the reason.
 
-    Raises ValueError for an unknown kind, and DeviceUnavailable where `asked` is not on this machine.
+    Raises ValueError for an unknown kind, DeviceUnavailable where `asked` is not on this machine, and PinningFailed
+    where there is no host memory at all.
     """
-    device, why = _device(asked)
-    if device is None:
-        return None, why
+    if asked is not None:
+        device = Device(asked)
+        if device.kind == "cpu":
+            return None, "it was not asked for"
+    elif not torch.accelerator.is_available():
+        return None, "torch finds no accelerator here"
+    else:
+        try:
+            device = Device(default_device())
+        except (DeviceUnavailable, ValueError) as error:
+            return None, str(error)
     try:
-        return measure_link(device), ""
+        return _measured(device), ""
     except torch.OutOfMemoryError as error:
         return None, f"the device has no 128 MiB left: {error}".splitlines()[0]
 
 
-def measure_link(device: Device) -> Link:
-    """Copies 64 MiB at a time, about 40 times. Takes 128 MiB of the device and of the host.
-
-    Raises torch.OutOfMemoryError, and PinningFailed where there is no host memory at all.
-    """
+def _measured(device: Device) -> Link:
+    """Copies 64 MiB at a time, about 40 times. Takes 128 MiB of the device and of the host."""
     on_device = torch.zeros(2 * _BYTES, dtype=torch.uint8, device=device.torch_device)
     pin, pool = chosen_pool(device, 2 * _BYTES, "try", preallocate=True)
     with pool:
@@ -63,12 +69,12 @@ def measure_link(device: Device) -> Link:
         slab = pool.slab(region)
         # From the slab's start on, which is where torch looks.
         on_host = bytes_of(slab)
-        down = Copy(device.new_stream(), on_host[:_BYTES], on_device[:_BYTES])
-        up = Copy(device.new_stream(), on_device[_BYTES:], on_host[_BYTES : 2 * _BYTES])
+        down = (device.new_stream(), on_host[:_BYTES], on_device[:_BYTES])
+        up = (device.new_stream(), on_device[_BYTES:], on_host[_BYTES : 2 * _BYTES])
         rounds = [[_speed(device, copies) for copies in ([up], [down], [up, down])] for _ in range(_ROUNDS + 1)]
         to_device, from_device, both = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
         link = Link(
-            device=_name(device),
+            device=str(torch.get_device_module(device.kind).get_device_name(device.torch_device)),
             numa_node=device.numa_node(),
             pin=pin,
             pinned=is_pinned(on_host),
@@ -81,44 +87,19 @@ def measure_link(device: Device) -> Link:
     return link
 
 
-def _device(asked: str | None) -> tuple[Device | None, str]:
-    if asked is not None:
-        device = Device(asked)
-        return (None, "it was not asked for") if device.kind == "cpu" else (device, "")
-    if not torch.accelerator.is_available():
-        return None, "torch finds no accelerator here"
-    try:
-        return Device(default_device()), ""
-    except (DeviceUnavailable, ValueError) as error:
-        return None, str(error)
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A copy from one memory to another, on a stream."""
-
-    stream: Stream
-    to: torch.Tensor
-    of: torch.Tensor
-
-
-def _speed(device: Device, copies: Sequence[Copy]) -> float:
-    """The speed of copies that begin together, in 1e9 bytes per second."""
+def _speed(device: Device, copies: Sequence[tuple[Stream, torch.Tensor, torch.Tensor]]) -> float:
+    """The speed of copies that begin together, in 1e9 bytes per second: each on a stream, to memory, of memory."""
     current = device.current_stream()
     start = device.timed_event(current)
     ends = []
-    for each in copies:
-        each.stream.wait_event(start)
-        with device.on(each.stream):
+    for stream, to, of in copies:
+        stream.wait_event(start)
+        with device.on(stream):
             for _ in range(_COPIES):
-                each.to.copy_(each.of, non_blocking=True)
-        ends.append(device.timed_event(each.stream))
+                to.copy_(of, non_blocking=True)
+        ends.append(device.timed_event(stream))
     for end in ends:
         current.wait_event(end)
         end.synchronize()
     seconds = max(device.elapsed(start, end) for end in ends)
     return len(copies) * _COPIES * _BYTES / max(seconds, 1e-9) / 1e9
-
-
-def _name(device: Device) -> str:
-    return str(torch.get_device_module(device.kind).get_device_name(device.torch_device))

@@ -69,11 +69,16 @@ class Claim:
 
 @dataclass(slots=True, eq=False)
 class SpillFile:
-    """A file of a spill folder. nbytes: its length, or the limit of it."""
+    """A file of a spill folder.
+
+    nbytes: its length, or the limit of it. identity: of its last whole write, None before that. fd: below 0 but
+    while it is written.
+    """
 
     name: str
     nbytes: int = 0
     identity: Identity | None = None
+    fd: int = -1
 
 
 class Identity(NamedTuple):
@@ -87,29 +92,6 @@ class Identity(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counts:
-    """Counts records that are not released, and operations. The names are those of `DiskStats`."""
-
-    used: int = 0
-    peak: int = 0
-    records: int = 0
-    read: int = 0
-    failures: int = 0
-
-    def add(self, record: Record) -> None:
-        self.used += record.nbytes
-        self.peak = max(self.peak, self.used)
-        self.records += 1
-
-    def remove(self, record: Record) -> None:
-        """Idempotent."""
-        if record.counted:
-            record.counted = False
-            self.used -= record.nbytes
-            self.records -= 1
-
-
-@dataclass(frozen=True, slots=True)
 class DiskStats:
     """The state of a `DiskTier`: bytes, unless said otherwise.
 
@@ -122,16 +104,28 @@ class DiskStats:
     """
 
     capacity: int
-    used: int
-    reserved: int
-    peak: int
-    records: int
-    files: int
-    written: int
-    read: int
-    failures: int
-    state: State
     direct: bool
+    used: int = 0
+    reserved: int = 0
+    peak: int = 0
+    records: int = 0
+    files: int = 0
+    written: int = 0
+    read: int = 0
+    failures: int = 0
+    state: State = "ok"
+
+    def add(self, record: Record) -> None:
+        self.used += record.nbytes
+        self.peak = max(self.peak, self.used)
+        self.records += 1
+
+    def remove(self, record: Record) -> None:
+        """The record was released, or not written. Idempotent."""
+        if record.counted:
+            record.counted = False
+            self.used -= record.nbytes
+            self.records -= 1
 
 
 class WriteGate:

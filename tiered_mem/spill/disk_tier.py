@@ -11,13 +11,14 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from ..allocators.base import round_up
 from ..errors import Closed, TierFull
 from ..sizes import format_bytes
-from .disk_record import Counts, DiskStats, Record, SpillFile, WriteGate
+from .disk_record import DiskStats, Record, SpillFile, WriteGate
 from .file_pool import FilePool
 from .filesystem import Files
 from .folder import SpillFolder
@@ -85,19 +86,18 @@ class DiskTier:
             raise
         self._files = FilePool(folder, self._os, capacity=capacity, direct=self._direct)
         self._gate = WriteGate(write_budget, clock)
-        self._capacity = capacity
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
-        self._counts = Counts()
+        self._stats = DiskStats(capacity, self._direct)
         self._watchers: tuple[Watcher, ...] = ()
         self._end = weakref.finalize(self, _end, self._queue, folder, self._pid)
 
     @property
     def capacity(self) -> int:
         """The bytes that all files together may take."""
-        return self._capacity
+        return self._stats.capacity
 
     def accepts(self, nbytes: int) -> bool:
         """Whether `write` would begin to write `nbytes` now, the sum of pieces that are each rounded up to 4096.
@@ -169,7 +169,7 @@ class DiskTier:
             return
         with self._lock:
             record.released = True
-            self._counts.remove(record)
+            self._stats.remove(record)
             if self._queue.cancel(record.job):
                 self._gate.cancel(record.cost)
                 self._files.cancel(record.claim)
@@ -179,18 +179,12 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """Return the counters of this moment."""
         with self._lock:
-            return DiskStats(
-                capacity=self._capacity,
-                used=self._counts.used,
+            return replace(
+                self._stats,
                 reserved=self._files.reserved,
-                peak=self._counts.peak,
-                records=self._counts.records,
                 files=self._files.count,
                 written=self._gate.written,
-                read=self._counts.read,
-                failures=self._counts.failures,
                 state=self._gate.state,
-                direct=self._direct,
             )
 
     def watch(self, watcher: Watcher) -> None:
@@ -211,21 +205,21 @@ class DiskTier:
         self._end.detach()
 
     def _begin(self, record: Record, pieces: Sequence[Piece]) -> Record:
-        self._counts.add(record)
+        self._stats.add(record)
         attempt = self._gate.begin(record.cost)
         record.job = self._queue.submit(partial(self._write, record, pieces, attempt), urgent=False)
         return record
 
     def _write(self, record: Record, pieces: Sequence[Piece], attempt: int) -> None:
-        io = RecordIo(self._os, self._checksum, direct=self._direct)
+        io = RecordIo(self._os, self._checksum, self._direct)
         try:
-            with self._watched("write", io), self._files.writing(record.claim) as opened:
-                header, encoded = io.write(opened.fd, record, pieces, reused=opened.reused)
+            with self._watched("write", io), self._files.writing(record.claim) as file:
+                header, encoded = io.write(file.fd, record, pieces, reused=file.identity is not None)
         except BaseException as error:
             with self._lock:
                 news = self._gate.failed(attempt, record.cost, io.moved, error)
-                self._counts.failures += 1
-                self._counts.remove(record)
+                self._stats.failures += 1
+                self._stats.remove(record)
                 self._files.cancel(record.claim)
             if news:
                 _log.warning(
@@ -236,13 +230,13 @@ class DiskTier:
             raise
         with self._lock:
             news = self._gate.succeeded(attempt, record.cost, io.moved)
-            record.header, record.encoded, record.file = header, encoded, opened.file
+            record.header, record.encoded, record.file = header, encoded, file
             self._operation_ended(record)
         if news:
             _log.warning("writing to %s works again", self._folder.path)
 
     def _read(self, record: Record, file: SpillFile, wanted: Sequence[tuple[int, int]]) -> None:
-        io = RecordIo(self._os, self._checksum, direct=self._direct)
+        io = RecordIo(self._os, self._checksum, self._direct)
         sound = False
         try:
             with self._watched("read", io), self._files.reading(file) as fd:
@@ -250,8 +244,8 @@ class DiskTier:
             sound = True
         finally:
             with self._lock:
-                self._counts.read += io.moved
-                self._counts.failures += not sound
+                self._stats.read += io.moved
+                self._stats.failures += not sound
                 record.sound = record.sound and sound
                 self._operation_ended(record)
 

@@ -9,7 +9,6 @@ import os
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 
 from ..errors import CorruptRecord, TierFull
@@ -92,25 +91,25 @@ class FilePool:
             self._free(file, sound=sound)
 
     @contextlib.contextmanager
-    def writing(self, claim: Claim) -> Iterator[OpenFile]:
+    def writing(self, claim: Claim) -> Iterator[SpillFile]:
         """An open file of the claimed size.
 
         After an error, here or in the caller's block, the file is removed and the caller has to cancel the claim.
         Raises OSError, and TierFull where the file system has no room.
         """
-        opened = None
+        file = None
         try:
             self._remove(claim)
-            opened = self._reused(claim) or self._created()
-            self._resize(opened, claim)
-            yield opened
-            opened.file.identity = self._identity(opened.fd)
-            self._close(opened)
+            file = self._reused(claim) or self._created()
+            self._resize(file, claim)
+            yield file
+            file.identity = self._identity(file.fd)
+            self._close(file)
         except BaseException as error:
-            if opened is not None:
+            if file is not None:
                 with contextlib.suppress(OSError):
-                    self._close(opened)
-                claim.drop.append(opened.file)
+                    self._close(file)
+                claim.drop.append(file)
                 self._remove(claim)
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
                 raise self._no_room(claim, error) from error
@@ -172,24 +171,25 @@ class FilePool:
 
     # Files, without the lock.
 
-    def _reused(self, claim: Claim) -> OpenFile | None:
-        if claim.reused is None:
-            return None
+    def _reused(self, claim: Claim) -> SpillFile | None:
         file, claim.reused = claim.reused, None
+        if file is None:
+            return None
         try:
-            return OpenFile(file, self._open(file, write=True), reused=True)
+            file.fd = self._open(file, write=True)
+            return file
         except OSError:
             # Whatever is wrong with it, a new one will do.
             claim.drop.append(file)
             self._remove(claim)
             return None
 
-    def _created(self) -> OpenFile:
+    def _created(self) -> SpillFile:
         file = SpillFile(f"{next(self._numbers):06d}.safetensors")
-        opened = OpenFile(file, self._folder.create(file.name, self._flags), reused=False)
+        file.fd = self._folder.create(file.name, self._flags)
         with self._lock:
             self._count += 1
-        return opened
+        return file
 
     def _open(self, file: SpillFile, *, write: bool) -> int:
         """Opens a finished file. Raises OSError, and CorruptRecord where another file, or none, has its name."""
@@ -214,15 +214,15 @@ class FilePool:
         found = self._files.stat(fd)
         return Identity(found.st_dev, found.st_ino, found.st_uid, found.st_nlink, found.st_size)
 
-    def _close(self, opened: OpenFile) -> None:
-        fd, opened.fd = opened.fd, -1
+    def _close(self, file: SpillFile) -> None:
+        fd, file.fd = file.fd, -1
         if fd >= 0:
             self._files.close(fd)
 
-    def _resize(self, opened: OpenFile, claim: Claim) -> None:
-        growth = claim.nbytes - opened.file.nbytes
+    def _resize(self, file: SpillFile, claim: Claim) -> None:
+        growth = claim.nbytes - file.nbytes
         if growth < 0:
-            self._files.truncate(opened.fd, claim.nbytes)
+            self._files.truncate(file.fd, claim.nbytes)
         with self._lock:
             # What was to be dropped, and could not be, is missing here.
             more = max(0, growth - claim.extra)
@@ -231,18 +231,18 @@ class FilePool:
                 raise self.full(more, free, f"files in {self._folder.path} cannot be removed: see its permissions")
             claim.extra -= max(0, growth) - more
             self._reserved += min(0, growth) + more
-            opened.file.nbytes = claim.nbytes
+            file.nbytes = claim.nbytes
         if growth > 0:
-            self._allocate(opened, claim.nbytes)
+            self._allocate(file, claim.nbytes)
 
-    def _allocate(self, opened: OpenFile, nbytes: int) -> None:
+    def _allocate(self, file: SpillFile, nbytes: int) -> None:
         try:
-            self._files.allocate(opened.fd, nbytes)
+            self._files.allocate(file.fd, nbytes)
         except OSError as error:
             # Somebody else has filled the drive. What is kept here for later may make the room.
             if error.errno not in _NO_ROOM or not self._remove_usable():
                 raise
-            self._files.allocate(opened.fd, nbytes)
+            self._files.allocate(file.fd, nbytes)
 
     def _remove_usable(self) -> bool:
         """Removes the files that wait to be used again. Returns whether there were any."""
@@ -273,12 +273,3 @@ class FilePool:
             free = self._folder.free_bytes()
         advice = f"{error.strerror} in {self._folder.path}: make room, or lower spill_bytes"
         return self.full(claim.nbytes, free, advice, but=claim.extra)
-
-
-@dataclass(slots=True, eq=False)
-class OpenFile:
-    """A file that is written. fd: below 0 once it is closed. reused: an older record may still be in it."""
-
-    file: SpillFile
-    fd: int
-    reused: bool

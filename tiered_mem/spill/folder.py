@@ -141,18 +141,15 @@ class SpillFolder:
 
     def _warn(self) -> None:
         found = filesystem_of(self._folder.home.fd)
-        if found.in_memory:
-            _log.warning(
-                "%s lies on %s, which is memory: what is spilled there still takes up RAM. Choose a spill_dir on a "
-                "local drive",
-                *(self.path, found.name),
-            )
-        if found.network:
-            _log.warning(
-                "%s lies on %s, which is no local file system: it may be slow, and if this machine does not start "
-                "again, nobody removes what it leaves. Choose a spill_dir on a local drive",
-                *(self.path, found.name),
-            )
+        problems = {
+            "which is memory: what is spilled there still takes up RAM": found.in_memory,
+            "which is no local file system: it may be slow, and if this machine does not start again, nobody "
+            "removes what it leaves": found.network,
+        }
+        for problem, there in problems.items():
+            if there:
+                advice = "Choose a spill_dir on a local drive"
+                _log.warning("%s lies on %s, %s. %s", self.path, found.name, problem, advice)
 
 
 @dataclass(frozen=True, slots=True)

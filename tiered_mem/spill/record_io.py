@@ -18,6 +18,7 @@ from .record import ALIGNMENT, DIGITS, Header, parse_header
 REQUEST_BYTES = 8 << 20
 
 
+@dataclass(slots=True)
 class RecordIo:
     """Writes a record straight from memory, or reads it back into memory. One serves for one operation.
 
@@ -25,11 +26,10 @@ class RecordIo:
     from the page cache. moved: the bytes that were moved, also where the operation failed.
     """
 
-    def __init__(self, files: Files, checksum: Checksum, *, direct: bool) -> None:
-        self._files = files
-        self._checksum = checksum
-        self._direct = direct
-        self.moved = 0
+    files: Files
+    checksum: Checksum
+    direct: bool
+    moved: int = 0
 
     def write(self, fd: int, record: Record, pieces: Sequence[Piece], *, reused: bool) -> tuple[Header, bytes]:
         """Write a record into a file of its length. Returns its header with checksums, also encoded.
@@ -37,7 +37,7 @@ class RecordIo:
         record: has an entry for each piece. reused: the file may hold another record. Raises OSError.
         """
         entries = tuple(
-            replace(entry, checksum=self._checksum.of(memory_at(piece.ptr, piece.nbytes)))
+            replace(entry, checksum=self.checksum.of(memory_at(piece.ptr, piece.nbytes)))
             for entry, piece in zip(record.header.entries, pieces, strict=True)
         )
         header = replace(record.header, entries=entries)
@@ -51,8 +51,8 @@ class RecordIo:
                 self._put(fd, ptr, nbytes, offset)
             memory_at(start, len(encoded))[:] = encoded
             self._put(fd, start, len(encoded), 0)
-        if not self._direct:
-            self._files.sync(fd)
+        if not self.direct:
+            self.files.sync(fd)
             self._drop_from_cache(fd)
         return header, encoded
 
@@ -67,11 +67,11 @@ class RecordIo:
             self._get(fd, to, nbytes, offset, path)
         for index, ptr in wanted:
             entry = entries[index]
-            found = self._checksum.of(memory_at(ptr, entry.nbytes))
+            found = self.checksum.of(memory_at(ptr, entry.nbytes))
             if found != entry.checksum:
-                what = f"{self._checksum.name} of {entry.name}"
+                what = f"{self.checksum.name} of {entry.name}"
                 raise CorruptRecord(path, what, expected=entry.checksum, found=found)
-        if not self._direct:
+        if not self.direct:
             self._drop_from_cache(fd)
 
     def _check_header(self, fd: int, record: Record, path: str) -> None:
@@ -85,12 +85,12 @@ class RecordIo:
             raise CorruptRecord(path, "another record", expected=_title(record.header), found=_title(other))
 
     def _put(self, fd: int, ptr: int, nbytes: int, offset: int) -> None:
-        done = self._move(self._files.pwrite, fd, ptr, nbytes, offset)
+        done = self._move(self.files.pwrite, fd, ptr, nbytes, offset)
         if done < nbytes:
             raise OSError(errno.EIO, f"the drive took {done} of {nbytes} bytes and no more, at {offset}")
 
     def _get(self, fd: int, ptr: int, nbytes: int, offset: int, path: str) -> None:
-        done = self._move(self._files.pread, fd, ptr, nbytes, offset)
+        done = self._move(self.files.pread, fd, ptr, nbytes, offset)
         if done < nbytes:
             raise CorruptRecord(
                 path, "length of the file", expected=f"{offset + nbytes} or more", found=offset + done
@@ -101,7 +101,7 @@ class RecordIo:
         done = 0
         while done < nbytes:
             count = call(fd, ptr + done, min(REQUEST_BYTES, nbytes - done), offset + done)
-            if self._direct:
+            if self.direct:
                 count -= count % ALIGNMENT  # it goes on at whole blocks only
             if count <= 0:
                 break
@@ -111,7 +111,7 @@ class RecordIo:
 
     def _drop_from_cache(self, fd: int) -> None:
         with contextlib.suppress(OSError):
-            self._files.advise_dropped(fd)
+            self.files.advise_dropped(fd)
 
 
 class Piece(NamedTuple):

@@ -135,22 +135,21 @@ class Trace:
     # What it tells.
 
     def figures(self) -> Figures:
-        self._wait_for_all()
-        with self._files_lock:
-            writes, reads = replace(self._moved["write"]), replace(self._moved["read"])
+        self._wait_until_pending(0)
         stalls = (Stall(*key, seconds) for key, seconds in self._stalls.items())
-        return Figures(
-            offload=replace(self._copied["offload"]),
-            reload=replace(self._copied["reload"]),
-            stalls=tuple(sorted(stalls, key=lambda stall: stall.seconds, reverse=True)),
-            host_waits=replace(self._host_waited),
-            writes=writes,
-            reads=reads,
-        )
+        with self._files_lock:
+            return Figures(
+                offload=replace(self._copied["offload"]),
+                reload=replace(self._copied["reload"]),
+                stalls=tuple(sorted(stalls, key=lambda stall: stall.seconds, reverse=True)),
+                host_waits=replace(self._host_waited),
+                writes=replace(self._moved["write"]),
+                reads=replace(self._moved["read"]),
+            )
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file in Chrome's trace event format, which Perfetto opens."""
-        self._wait_for_all()
+        self._wait_until_pending(0)
         with self._files_lock:
             records = [*self._records, *self._files]
             made = self._timed + sum(total.count for total in self._moved.values())
@@ -169,12 +168,10 @@ class Trace:
             self._time_first()
 
     def _make_room(self) -> None:
-        while len(self._pending) >= self._most_pending:
-            self._device.wait_for(self._pending[0].events[-1])
-            self._time_first()
+        self._wait_until_pending(self._most_pending - 1)
 
-    def _wait_for_all(self) -> None:
-        while self._pending:
+    def _wait_until_pending(self, most: int) -> None:
+        while len(self._pending) > most:
             self._device.wait_for(self._pending[0].events[-1])
             self._time_first()
 
