@@ -53,7 +53,6 @@ class Drive:
     I/O, in bytes; None where the kernel does not tell. checksum: the name of the records' checksum.
     """
 
-    path: Path
     filesystem: str
     in_memory: bool
     network: bool
@@ -83,19 +82,14 @@ def run(options: argparse.Namespace) -> int:
         task = bar.add_task(f"writing and reading in {path}", total=2 * _ROUNDS * options.bytes)
         drive = _drive(path, options.bytes, lambda nbytes: bar.advance(task, nbytes))
     if options.json:
-        found = asdict(drive) | {"path": str(path), "bytes": options.bytes}
-        write_json(
-            {
-                "link": {"problem": why} if link is None else asdict(link),
-                "broken_backends": broken,
-                "drive": found,
-            }
-        )
+        about_link = {"problem": why} if link is None else asdict(link)
+        about_drive = {"path": str(path), **asdict(drive), "bytes": options.bytes}
+        write_json({"link": about_link, "broken_backends": broken, "drive": about_drive})
     else:
         screen = console()
         for name, problem in broken.items():
             screen.print(plain(f"torch's backend {name} does not load: {problem}. {_WITHOUT}"), soft_wrap=True)
-        _show(link, why, drive, options.bytes, screen)
+        _show(link, why, drive, f"{path}, {format_bytes(options.bytes)} at a time", screen)
     return 1 if broken else 0
 
 
@@ -176,7 +170,6 @@ def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Drive:
         checksum_speed = buffers * record / (time.perf_counter() - began) / 1e9
     write, read = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
     return Drive(
-        path=path,
         filesystem=filesystem.name,
         in_memory=filesystem.in_memory,
         network=filesystem.network,
@@ -221,7 +214,7 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _show(link: Link | None, why: str, drive: Drive, nbytes: int, screen: Console) -> None:
+def _show(link: Link | None, why: str, drive: Drive, title: str, screen: Console) -> None:
     if link is None:
         screen.print(f"The link to a device was not measured: {why}.")
     else:
@@ -248,7 +241,7 @@ def _show(link: Link | None, why: str, drive: Drive, nbytes: int, screen: Consol
         ("read", _speed(drive.read)),
         ("checksum", f"{drive.checksum}, {_speed(drive.checksum_speed)}"),
     ]
-    screen.print(table(f"{drive.path}, {format_bytes(nbytes)} at a time", _COLUMNS, rows))
+    screen.print(table(title, _COLUMNS, rows))
 
 
 def _speed(speed: float) -> str:

@@ -37,8 +37,7 @@ class DiskTier:
     """Records in the files of a private folder below `spill_dir`.
 
     Operations go on by themselves, on `workers` threads, reads before writes. Only `close` waits for the drive.
-    Every method may be called from any thread. A forked child has no part in the tier: its calls raise Closed or do
-    nothing.
+    Every method may be called from any thread. In a forked child all of them raise Closed or do nothing.
 
     A read gives what was written, or its job has an error. A failed write costs only time, as long as the caller
     keeps the memory until the job is done without an error. Writing then pauses for 1 s, twice as long each time,
@@ -91,13 +90,9 @@ class DiskTier:
         self._closed = False
         self._pid = os.getpid()
         self._stats = DiskStats(capacity, self._direct)
+        self.capacity = capacity
         self._watchers: tuple[Watcher, ...] = ()
         self._end = weakref.finalize(self, _end, self._queue, folder, self._pid)
-
-    @property
-    def capacity(self) -> int:
-        """The bytes that all files together may take."""
-        return self._stats.capacity
 
     def accepts(self, nbytes: int) -> bool:
         """Whether `write` would begin to write `nbytes` now, the sum of pieces that are each rounded up to 4096.
@@ -128,7 +123,11 @@ class DiskTier:
         with self._locked():
             refusal = self._refusal(layout.file_bytes)
             if refusal is None:
-                return self._begin(Record(header, layout, self._files.claim(layout.file_bytes)), pieces)
+                record = Record(header, layout, self._files.claim(layout.file_bytes))
+                self._stats.add(record)
+                attempt = self._gate.begin(record.cost)
+                record.job = self._queue.submit(partial(self._write, record, pieces, attempt), urgent=False)
+                return record
         self._tell(refusal)
         try:
             raise refusal
@@ -160,7 +159,7 @@ class DiskTier:
             return self._queue.submit(work, urgent=True)
 
     def release(self, record: Record) -> None:
-        """Give up a record. Its file is used again when no operation needs it any more. Idempotent.
+        """Nobody needs the record. Its file is used again when no operation needs it any more. Idempotent.
 
         A write that has not begun is cancelled, and its job is done at once. One that has begun reads the memory
         until its job is done.
@@ -179,13 +178,9 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """Return the counters of this moment."""
         with self._lock:
-            return replace(
-                self._stats,
-                reserved=self._files.reserved,
-                files=self._files.count,
-                written=self._gate.written,
-                state=self._gate.state,
-            )
+            reserved, files = self._files.usage()
+            written, state = self._gate.written, self._gate.state
+            return replace(self._stats, reserved=reserved, files=files, written=written, state=state)
 
     def watch(self, watcher: Watcher) -> None:
         """Have `watcher` called for each operation that ends from now on, by the thread that did it."""
@@ -203,12 +198,6 @@ class DiskTier:
             self._closed = True
         _end(self._queue, self._folder, self._pid)
         self._end.detach()
-
-    def _begin(self, record: Record, pieces: Sequence[Piece]) -> Record:
-        self._stats.add(record)
-        attempt = self._gate.begin(record.cost)
-        record.job = self._queue.submit(partial(self._write, record, pieces, attempt), urgent=False)
-        return record
 
     def _write(self, record: Record, pieces: Sequence[Piece], attempt: int) -> None:
         io = RecordIo(self._os, self._checksum, self._direct)
@@ -231,7 +220,8 @@ class DiskTier:
         with self._lock:
             news = self._gate.succeeded(attempt, record.cost, io.moved)
             record.header, record.encoded, record.file = header, encoded, file
-            self._operation_ended(record)
+            record.operations -= 1
+            self._free_unneeded(record)
         if news:
             _log.warning("writing to %s works again", self._folder.path)
 
@@ -247,7 +237,8 @@ class DiskTier:
                 self._stats.read += io.moved
                 self._stats.failures += not sound
                 record.sound = record.sound and sound
-                self._operation_ended(record)
+                record.operations -= 1
+                self._free_unneeded(record)
 
     @contextmanager
     def _watched(self, kind: Literal["read", "write"], io: RecordIo) -> Iterator[None]:
@@ -259,10 +250,6 @@ class DiskTier:
             for watcher in self._watchers:
                 watcher(kind, io.moved, began, ended)
 
-    def _operation_ended(self, record: Record) -> None:
-        record.operations -= 1
-        self._free_unneeded(record)
-
     def _free_unneeded(self, record: Record) -> None:
         """Frees the file of a released record, once no operation needs it."""
         if record.released and record.operations == 0 and record.file is not None:
@@ -271,7 +258,7 @@ class DiskTier:
 
     def _refusal(self, file_bytes: int) -> TierFull | None:
         """The error for a write that may not begin now; None if it may."""
-        available = self._files.available
+        available = self._files.available()
         advice = self._gate.refusal(file_bytes + ALIGNMENT)
         if advice is None and file_bytes > available:
             advice = "raise spill_bytes, or offload less"

@@ -45,23 +45,15 @@ class FilePool:
         self._reserved = 0
         self._count = 0
 
-    @property
     def available(self) -> int:
         """The bytes that a claim could get now."""
         with self._lock:
             return self._available()
 
-    @property
-    def reserved(self) -> int:
-        """The bytes of all files and of all claims."""
+    def usage(self) -> tuple[int, int]:
+        """The bytes of all files and of all claims, and how many files there are."""
         with self._lock:
-            return self._reserved
-
-    @property
-    def count(self) -> int:
-        """How many files there are."""
-        with self._lock:
-            return self._count
+            return self._reserved, self._count
 
     def claim(self, nbytes: int) -> Claim:
         """Room for a file of `nbytes`: a free file, others to remove, and more of the drive. Raises TierFull."""
