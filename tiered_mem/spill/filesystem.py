@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-UNKNOWN = "unknown"
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"}
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs"),
@@ -126,7 +125,7 @@ def filesystem_of(path: str | os.PathLike[str] | int, proc: Path = Path("/proc/s
         before, _, after = line.partition(" - ")
         if before.split()[0] == mount:
             return FileSystem(after.split()[0])
-    return FileSystem(UNKNOWN)
+    return FileSystem("unknown")
 
 
 def direct_io_alignment(path: str | os.PathLike[str]) -> int | None:

@@ -47,7 +47,6 @@ class SpillFolder:
             raise ValueError(
                 f"run: up to 100 letters, digits, '_', '-' and '.', not starting with '-' or '.', not {run!r}"
             )
-        self.run = run
         self._files = files or Files()
         self._folder = _made(spill_dir, run)
         self.path = self._folder.path

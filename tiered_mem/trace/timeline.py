@@ -147,12 +147,8 @@ class _Chart:
         for tid in list(self._open):
             self._close(tid, self._latest)
         for record in sorted(self._files, key=lambda record: record.times):
-            self._span(
-                self._free_tid(_FILES[record.kind], record.times[0]),
-                record.kind,
-                *record.times,
-                **_bytes_of(record),
-            )
+            tid = self._free_tid(_FILES[record.kind], record.times[0])
+            self._span(tid, record.kind, *record.times, **_bytes_of(record))
 
     def _free_tid(self, track: str, now: float) -> int:
         """The number of the first free track of this kind."""
