@@ -1,12 +1,9 @@
 """Host memory to tier into: where it comes from, and the pool that shares it out."""
 
-from .acl import AclPinnedMemory, AclRegistrar
-from .acl_runtime import AclError, AclRuntime
-from .base import ALIGNMENT, HostMemory, HostPool, OutOfHostMemory, PoolStats, Region, round_up
+from .acl import AclError, AclPinnedMemory, AclRegistrar, AclRuntime
+from .base import ALIGNMENT, DirectMemory, HostMemory, HostPool, OutOfHostMemory, PoolStats, Region, round_up
 from .cuda import CudaError, CudaPinnedMemory, CudaRegistrar
-from .direct import DirectMemory
-from .numa import node_of_pci
-from .pages import LockedMemory, PageableMemory
+from .pages import LockedMemory, PageableMemory, node_of_pci
 from .registered import RegisteredMemory, Registrar
 from .runtime import cannot_pin
 from .slab import SlabPool

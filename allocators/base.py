@@ -1,15 +1,21 @@
-"""Host memory as every source gives it: regions, the protocol, and its errors."""
+"""Host memory as every source gives it: the protocol, regions, errors, and an account of regions to build on."""
 
 from __future__ import annotations
 
+import sys
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ..sizes import format_bytes
 
 ALIGNMENT = 4096
+_LARGEST = sys.maxsize - (4 << 20)  # leaves room for alignment
+
+Held = TypeVar("Held")
 
 
 class HostMemory(Protocol):
@@ -96,6 +102,7 @@ class PoolStats:
         return 1 - self.largest_free / free if free else 0.0
 
 
+@dataclass(eq=False, repr=False)
 class OutOfHostMemory(MemoryError):
     """Host memory could not be had.
 
@@ -104,25 +111,16 @@ class OutOfHostMemory(MemoryError):
     memory is freed.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        advice: str,
-        needed: int,
-        used: int,
-        free: int | None = None,
-        largest_free: int | None = None,
-        limit: int | None = None,
-    ) -> None:
-        # All arguments go to `args`, so that the error can be pickled and keeps its attributes.
-        super().__init__(reason, advice, needed, used, free, largest_free, limit)
-        self.reason = reason
-        self.advice = advice
-        self.needed = needed
-        self.used = used
-        self.free = free
-        self.largest_free = largest_free
-        self.limit = limit
+    reason: str
+    advice: str
+    needed: int
+    used: int
+    free: int | None = None
+    largest_free: int | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(*astuple(self))  # pickling and copying make it anew from these
 
     def __str__(self) -> str:
         numbers = [f"needed {format_bytes(self.needed)}"]
@@ -133,6 +131,74 @@ class OutOfHostMemory(MemoryError):
         numbers.append(f"used {format_bytes(self.used)}")
         numbers.append("no limit set" if self.limit is None else f"limit {format_bytes(self.limit)}")
         return f"{self.reason} ({', '.join(numbers)}). {self.advice}"
+
+
+class DirectMemory(ABC, Generic[Held]):
+    """A `HostMemory` that keeps account of its regions. A subclass obtains and gives back a single one.
+
+    `Held` is what the subclass needs to give a region back. The object must outlive its regions, and never frees
+    them by itself.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[Region, Held]] = {}
+        self._used = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int) -> Region:
+        """See `HostMemory.allocate` and the class."""
+        check_request(self, nbytes, self._closed)
+        try:
+            if nbytes > _LARGEST:  # ctypes would cut it down to 64 bits without a word
+                raise OutOfHostMemory("no address range is that large", "Ask for less", nbytes, used=0)
+            ptr, held = self._obtain(nbytes)
+        except OutOfHostMemory as error:
+            # Whoever obtains a region does not know of the others.
+            raise OutOfHostMemory(
+                error.reason, error.advice, nbytes, self._used, limit=error.limit
+            ) from error.__cause__
+        region = Region(ptr, nbytes)
+        with self._lock:
+            self._live[ptr] = region, held
+            self._used += nbytes
+        return region
+
+    def deallocate(self, region: Region) -> None:
+        """Give a region back at once, without waiting for the device.
+
+        Raises ValueError if the region is unknown here or was freed already. Where giving it back fails
+        the region stays allocated, and the call can be repeated.
+        """
+        with self._lock:
+            entry = self._live.get(region.ptr)
+            if entry is None or entry[0] != region:
+                raise not_allocated(self, region)
+            self._give_back(region, entry[1])
+            del self._live[region.ptr]
+            self._used -= region.nbytes
+
+    def footprint(self, nbytes: int) -> int:
+        """Return how much memory a region takes: whole pages."""
+        return round_up(nbytes)
+
+    def close(self) -> None:
+        """Refuse further requests. Raises RuntimeError while regions are still allocated."""
+        with self._lock:
+            if self._live:
+                raise still_allocated(self, [region for region, _ in self._live.values()])
+            self._closed = True
+
+    @abstractmethod
+    def _obtain(self, nbytes: int) -> tuple[int, Held]:
+        """Return the address of `nbytes` bytes on a 4096-byte boundary, and what `_give_back` needs.
+
+        Raises OutOfHostMemory, in which `used` need not be right.
+        """
+
+    @abstractmethod
+    def _give_back(self, region: Region, held: Held) -> None:
+        """Give a region back, or raise and leave it as it is. One thread at a time calls this."""
 
 
 def round_up(nbytes: int) -> int:

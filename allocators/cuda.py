@@ -1,13 +1,12 @@
-"""Pinned memory from the CUDA runtime, and the registration there of memory that is not its own."""
+"""The CUDA runtime: its pinned memory, and the registration of memory that is not its own."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import os
-from typing import Any, ClassVar
 
-from .runtime import PinnedByRuntime, RuntimeFailure
+from .runtime import PinnedByRuntime, Runtime, RuntimeFailure, RuntimeRegistrar
 
 _LIBRARIES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so")
 
@@ -29,30 +28,20 @@ class CudaPinnedMemory(PinnedByRuntime):
         super().__init__(_CudaRuntime(library), "cudaHostAlloc", "cudaFreeHost", self.PORTABLE)
 
 
-class CudaRegistrar:
+class CudaRegistrar(RuntimeRegistrar):
     """A `Registrar` that makes memory known to the CUDA runtime as pinned for all devices.
 
-    `library` is as for `CudaPinnedMemory`. Raises OSError if there is none.
+    `library` is as for `CudaPinnedMemory`. Raises OSError if there is none. The runtime's error is CudaError.
     """
 
     PORTABLE = 1  # cudaHostRegisterPortable
 
     def __init__(self, library: str | None = None) -> None:
-        self._runtime = _CudaRuntime(library)
-        self._register = self._runtime.function("cudaHostRegister", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
-        self._unregister = self._runtime.function("cudaHostUnregister", ctypes.c_void_p)
-
-    def register(self, ptr: int, nbytes: int) -> None:
-        """Raises OutOfHostMemory, or CudaError where CUDA fails for another reason."""
-        code = self._register(ptr, nbytes, self.PORTABLE)
-        if code != 0:
-            raise self._runtime.error("cudaHostRegister", code, nbytes).or_out_of_memory()
-
-    def unregister(self, ptr: int) -> None:
-        """Raises CudaError."""
-        code = self._unregister(ptr)
-        if code != 0:
-            raise self._runtime.error("cudaHostUnregister", code)
+        runtime = _CudaRuntime(library)
+        register, unregister = "cudaHostRegister", "cudaHostUnregister"
+        runtime.function(register, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        runtime.function(unregister, ctypes.c_void_p)
+        super().__init__(runtime.library, runtime.error, register, unregister, self.PORTABLE)
 
 
 class CudaError(RuntimeFailure):
@@ -63,35 +52,20 @@ class CudaError(RuntimeFailure):
     _advice = "It may be the error of work that was queued before; CUDA_LAUNCH_BLOCKING=1 tells"
 
 
-class _CudaRuntime:
-    """The functions of libcudart and its errors."""
-
-    failure: ClassVar[type[RuntimeFailure]] = CudaError
+class _CudaRuntime(Runtime):
+    failure = CudaError
+    _not_the_one = "it is not the CUDA runtime. Pass the path of libcudart.so"
 
     def __init__(self, library: str | None) -> None:
-        self._runtime = _load(library)
-        self._text = self.function("cudaGetErrorString", ctypes.c_int)
-        self._text.restype = ctypes.c_char_p
+        super().__init__(_load(library))
+        self._text = self.function("cudaGetErrorString", ctypes.c_int, result=ctypes.c_char_p)
         self._forget = self.function("cudaGetLastError")
 
-    def function(self, name: str, *arguments: Any) -> Any:
-        """A function with arguments of these types that returns a CUDA error. Raises OSError if there is none."""
-        function = getattr(self._runtime, name, None)
-        if function is None:
-            raise OSError(
-                f"{self._runtime._name!r} has no function {name}: it is not the CUDA runtime. "
-                "Pass the path of libcudart.so, or use PageableMemory"
-            )
-        function.restype = ctypes.c_int
-        function.argtypes = arguments
-        return function
-
-    def error(self, function: str, code: int, nbytes: int | None = None) -> CudaError:
-        """The error for a function that returned `code` just now, on this thread. CUDA forgets it."""
-        # CUDA remembers it, and the check after the next kernel launch would take it for that one's.
+    def _take_words(self, code: int) -> str:
+        # CUDA remembers an error, and the check after the next kernel launch would take it for that one's.
         self._forget()
         text: bytes = self._text(code) or b"unknown"
-        return CudaError(function, code, nbytes, text.decode(errors="replace"))
+        return text.decode(errors="replace")
 
 
 def _load(library: str | None) -> ctypes.CDLL:

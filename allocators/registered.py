@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from .base import Region
-from .pages import PageMemory, Pages, whole_pages
+from .pages import PageableMemory, Pages, whole_pages
 
 _log = logging.getLogger("tiered_mem.allocators")
 
@@ -27,15 +26,7 @@ class Registrar(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Registered:
-    """Pages, and the starts of their registered chunks."""
-
-    pages: Pages
-    chunks: list[int] = field(default_factory=list)
-
-
-class RegisteredMemory(PageMemory[_Registered]):
+class RegisteredMemory(PageableMemory):
     """A `HostMemory` of pages that a device's runtime knows as pinned.
 
     Several threads touch the pages before they are registered. That takes a fraction of the time that runtimes need
@@ -43,7 +34,7 @@ class RegisteredMemory(PageMemory[_Registered]):
     where the process may not lock them, this is logged once.
 
     registrar: pins the pages. allocate and deallocate raise what it raises.
-    numa_node: see `PageMemory`.
+    numa_node: see `PageableMemory`.
     chunk_bytes: how much is registered in one piece; drivers refuse hundreds of GiB. A copy should not cross from
         one chunk to the next, so the slabs of a pool on top should be smaller.
 
@@ -58,35 +49,30 @@ class RegisteredMemory(PageMemory[_Registered]):
         self._chunk_bytes = chunk_bytes
         self._told_of_lock = False
 
-    def _obtain(self, nbytes: int) -> tuple[int, _Registered]:
-        pages = self._map(nbytes)
-        registered = _Registered(pages)
+    def _obtain(self, nbytes: int) -> tuple[int, Pages]:
+        ptr, pages = super()._obtain(nbytes)
+        end = ptr + pages.nbytes
         try:
             pages.touch()
             self._lock_in_ram(pages)
-            self._register(registered)
+            for start in range(ptr, end, self._chunk_bytes):
+                self._registrar.register(start, min(self._chunk_bytes, end - start))
+                pages.registered.append(start)
         except BaseException:
-            self._undo(registered)
+            self._undo(pages)
             raise
-        return pages.ptr, registered
+        return ptr, pages
 
-    def _give_back(self, region: Region, held: _Registered) -> None:
-        while held.chunks:  # a repeated call goes on where the one before failed
-            self._registrar.unregister(held.chunks[-1])
-            held.chunks.pop()
-        held.pages.unmap()
+    def _give_back(self, region: Region, held: Pages) -> None:
+        while held.registered:  # a repeated call goes on where the one before failed
+            self._registrar.unregister(held.registered[-1])
+            held.registered.pop()
+        held.unmap()
 
-    def _register(self, registered: _Registered) -> None:
-        pages = registered.pages
-        end = pages.ptr + pages.nbytes
-        for start in range(pages.ptr, end, self._chunk_bytes):
-            self._registrar.register(start, min(self._chunk_bytes, end - start))
-            registered.chunks.append(start)
-
-    def _undo(self, registered: _Registered) -> None:
-        region = Region(registered.pages.ptr, registered.pages.nbytes)
+    def _undo(self, pages: Pages) -> None:
+        region = Region(pages.ptr, pages.nbytes)
         try:
-            self._give_back(region, registered)
+            self._give_back(region, pages)
         except (OSError, RuntimeError) as error:
             # A device may still reach what stayed registered, so nobody else may get these addresses.
             _log.error("%s stay mapped for good, because giving them back failed: %s", region, str(error))

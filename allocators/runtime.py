@@ -1,15 +1,54 @@
-"""The common part of the devices' runtimes: how they fail, and how they pin memory of their own."""
+"""The common part of the devices' runtimes: their functions, how they fail, and how they pin memory."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any, ClassVar
 
 from ..sizes import format_bytes
-from .base import ALIGNMENT, OutOfHostMemory, Region, round_up
-from .direct import DirectMemory
+from .base import ALIGNMENT, DirectMemory, OutOfHostMemory, Region, round_up
 
 
+class Runtime(ABC):
+    """A device's runtime by ctypes. Its functions return a code, which is 0 where they succeed."""
+
+    # What a subclass says of its runtime: its errors, and what to do where a library turns out to be another.
+    failure: ClassVar[type[RuntimeFailure]]
+    _not_the_one: ClassVar[str]
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def function(self, name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
+        """A function with arguments of these types. Raises OSError if there is none."""
+        function = self.optional(name, *arguments, result=result)
+        if function is None:
+            raise OSError(
+                f"{self.library._name!r} has no function {name}: {self._not_the_one}, or use PageableMemory"
+            )
+        return function
+
+    def optional(self, name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
+        """A function of these types, or None where this version of the runtime has none of that name."""
+        function = getattr(self.library, name, None)
+        if function is not None:
+            function.restype = result
+            function.argtypes = arguments
+        return function
+
+    def error(self, function: str, code: int, nbytes: int | None = None) -> RuntimeFailure:
+        """The error for a function that returned `code` just now, on this thread. The runtime forgets it."""
+        return self.failure(function, code, nbytes, self._take_words(code))
+
+    @abstractmethod
+    def _take_words(self, code: int) -> str:
+        """What the runtime says of its last error. It forgets the error."""
+
+
+@dataclass(eq=False, repr=False)
 class RuntimeFailure(RuntimeError):
     """A function of a device's runtime failed with `code`, for `nbytes` bytes where the size is known.
 
@@ -21,13 +60,13 @@ class RuntimeFailure(RuntimeError):
     _out_of_memory: ClassVar[frozenset[int]]
     _advice: ClassVar[str]
 
-    def __init__(self, function: str, code: int, nbytes: int | None, detail: str) -> None:
-        # All arguments go to `args`, so that the error can be pickled and keeps its attributes.
-        super().__init__(function, code, nbytes, detail)
-        self.function = function
-        self.code = code
-        self.nbytes = nbytes
-        self.detail = detail
+    function: str
+    code: int
+    nbytes: int | None
+    detail: str
+
+    def __post_init__(self) -> None:
+        super().__init__(*astuple(self))  # pickling and copying make it anew from these
 
     def or_out_of_memory(self) -> RuntimeFailure | OutOfHostMemory:
         """The error that a refused request raises: this one, or OutOfHostMemory where the code says so."""
@@ -40,20 +79,6 @@ class RuntimeFailure(RuntimeError):
     def _what(self, size: str = "") -> str:
         detail = f": {self.detail}" if self.detail else ""
         return f"{self.function} failed with {self._kind_of_code} {self.code}{size}{detail}"
-
-
-class Runtime(Protocol):
-    """The functions of a device's runtime that return a code, which is 0 where they succeed."""
-
-    failure: ClassVar[type[RuntimeFailure]]
-
-    def function(self, name: str, *arguments: Any) -> Any:
-        """A function with arguments of these types. Raises OSError if there is none."""
-        ...
-
-    def error(self, function: str, code: int, nbytes: int | None = None) -> RuntimeFailure:
-        """The error for a function that returned `code` just now, on this thread. The runtime forgets it."""
-        ...
 
 
 class PinnedByRuntime(DirectMemory[int]):
@@ -97,6 +122,35 @@ class PinnedByRuntime(DirectMemory[int]):
         code = self._free(raw)
         if code != 0:
             raise self._runtime.error(self._free_name, code, nbytes)
+
+
+class RuntimeRegistrar:
+    """A `Registrar` of two functions of a runtime, which return a code that is 0 where they succeed.
+
+    library: has the functions, under the names `register` and `unregister`. The first takes an address, a size in
+        bytes, and the `flags`; the second takes the address.
+    error: makes the error of a function by its name, its code, and the size where it is known.
+    """
+
+    def __init__(
+        self, library: Any, error: Callable[..., RuntimeFailure], register: str, unregister: str, *flags: Any
+    ) -> None:
+        self._library = library
+        self._error = error
+        self._register, self._unregister = register, unregister
+        self._flags = flags
+
+    def register(self, ptr: int, nbytes: int) -> None:
+        """Raises OutOfHostMemory, or the runtime's error where it fails for another reason."""
+        code = getattr(self._library, self._register)(ptr, nbytes, *self._flags)
+        if int(code) != 0:
+            raise self._error(self._register, code, nbytes).or_out_of_memory()
+
+    def unregister(self, ptr: int) -> None:
+        """Raises the runtime's error."""
+        code = getattr(self._library, self._unregister)(ptr)
+        if int(code) != 0:
+            raise self._error(self._unregister, code)
 
 
 def cannot_pin(reason: str, nbytes: int) -> OutOfHostMemory:

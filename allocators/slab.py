@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
 from types import TracebackType
 
 from ..sizes import format_bytes
@@ -30,6 +29,7 @@ _REQUESTS_OF_A_SLAB = 8
 _SMALLEST_SLAB = 2 << 20
 # Of memory that is taken in advance; drivers refuse to pin hundreds of GiB at a time.
 _LARGEST_SLAB = 16 << 30
+_NO_LIMIT = 1 << 100  # more than any request
 
 
 class SlabPool:
@@ -57,12 +57,11 @@ class SlabPool:
             raise ValueError(f"capacity must be at least {ALIGNMENT} bytes, got {capacity}")
         self._source = source
         self._slab_bytes = round_up(slab_bytes)
-        self._capacity = None if capacity is None else capacity // ALIGNMENT * ALIGNMENT
-        self._beyond_units = 0 if capacity is None else capacity % ALIGNMENT  # no region can have these
+        self._asked = capacity
+        self._limit = _NO_LIMIT if capacity is None else capacity // ALIGNMENT * ALIGNMENT
         self._slabs: dict[int, Region] = {}  # by address
         self._free = FreeRanges()
         self._live: dict[int, tuple[Region, Region]] = {}  # by address: a region and its slab
-        self._reserved = 0
         self._used = 0
         self._peak = 0
         self._largest = 0
@@ -72,10 +71,9 @@ class SlabPool:
         self._closed = False
         # One lock, held while the pool grows as well: a second thread in need of memory would only pin
         # a second slab, where the first one's has room for both. A thread that comes in again, from a `__del__`,
-        # finds the pool busy, and leaves what it brings to the next call.
+        # brings regions back; they wait for the next call, as all do.
         self._lock = threading.RLock()
-        self._busy = False
-        self._brought: list[Region] = []
+        self._back: deque[tuple[Region, Region]] = deque()  # regions and their slabs
 
     def allocate(self, nbytes: int) -> Region:
         """Return a region of `nbytes` bytes on a 4096-byte boundary, growing the pool if need be.
@@ -84,41 +82,31 @@ class SlabPool:
         is not positive, and RuntimeError once closed.
         """
         with self._lock:
-            self._begin()
+            self._merge_back()
+            check_request(self, nbytes, self._closed)
+            size = round_up(nbytes)
+            if size > self._largest:
+                self._largest = size
             try:
-                check_request(self, nbytes, self._closed)
-                size = round_up(nbytes)
-                if size > self._largest:
-                    self._largest = size
                 start, room, slab = self._free.take_smallest(size) or self._grow(size)
-                if room > size:
-                    self._free.add(start + size, room - size, slab)
-                region = Region(start, nbytes)
-                self._live[start] = region, slab
-                self._used += size
-                if self._used > self._peak:
-                    self._peak = self._used
-                return region
             except OutOfHostMemory:
                 self._failures += 1
                 raise
-            finally:
-                self._busy = False
+            if room > size:
+                self._free.add(start + size, room - size, slab)
+            region = Region(start, nbytes)
+            self._live[start] = region, slab
+            self._used += size
+            if self._used > self._peak:
+                self._peak = self._used
+            return region
 
     def deallocate(self, region: Region) -> None:
         """Take back a region. Raises ValueError if it is unknown here or was freed already."""
         with self._lock:
-            slab = self._slab_of(region)
-            if self._busy:
-                if region in self._brought:
-                    raise not_allocated(self, region)
-                self._brought.append(region)
-                return
-            self._begin()
-            try:
-                self._take_back(region, slab)
-            finally:
-                self._busy = False
+            slab = self.slab(region)
+            del self._live[region.ptr]
+            self._back.append((region, slab))
 
     def footprint(self, nbytes: int) -> int:
         """Return how much memory a region takes: whole pages."""
@@ -131,36 +119,35 @@ class SlabPool:
         capacity is short and the source rounds up. Raises ValueError above the capacity, and OutOfHostMemory where
         the source gives less; what it gave is kept.
         """
-        with self._alone():
+        with self._lock:
             check_request(self, nbytes, self._closed)
-            wanted = round_up(nbytes)
-            if self._capacity is not None:
-                most = self._capacity + self._beyond_units
-                if nbytes > most:
-                    raise ValueError(
-                        f"cannot preallocate {format_bytes(nbytes)} in a pool of at most {format_bytes(most)}"
-                    )
-                wanted = min(wanted, self._capacity)
+            if self._asked is not None and nbytes > self._asked:
+                raise ValueError(
+                    f"cannot preallocate {format_bytes(nbytes)} in a pool of at most {format_bytes(self._asked)}"
+                )
             began = time.perf_counter()
-            while self._reserved < wanted:
-                short = min(_LARGEST_SLAB, wanted - self._reserved)
-                least = min(short, round_up(self._slab_bytes // 16))
-                if self._capacity is not None and self._source.footprint(least) > self._capacity - self._reserved:
+            while (short := min(round_up(nbytes), self._limit) - self._reserved) > 0:
+                wanted = min(_LARGEST_SLAB, short)
+                least = min(wanted, round_up(self._slab_bytes // 16))
+                if self._source.footprint(least) > self._limit - self._reserved:
                     break
-                self._add_slab(short, least)
+                self._add_slab(wanted, least)
             self._log_growth("pool has", self._reserved, began)
 
     def slab(self, region: Region) -> Region:
         """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
-        with self._lock:
-            return self._slab_of(region)
+        known, slab = self._live.get(region.ptr, (None, None))
+        if slab is None or known != region:
+            raise not_allocated(self, region)
+        return slab
 
     def stats(self) -> PoolStats:
         """Return the counters of this moment."""
-        with self._alone():
+        with self._lock:
+            self._merge_back()
             return PoolStats(
                 source=type(self._source).__name__,
-                capacity=self._capacity,
+                capacity=None if self._asked is None else self._limit,
                 reserved=self._reserved,
                 used=self._used,
                 peak=self._peak,
@@ -176,8 +163,9 @@ class SlabPool:
 
         An error of the source is passed on; the slabs not yet given back then stay in the pool.
         """
-        with self._alone():
-            return self._give_back(self._reserved)
+        with self._lock:
+            self._merge_back()
+            return self._free_slabs(self._reserved)
 
     def close(self) -> None:
         """Give all slabs back to the source. Idempotent.
@@ -185,10 +173,11 @@ class SlabPool:
         Raises RuntimeError, and changes nothing, while regions are still allocated: a device may be
         copying to them. An error of the source is passed on, and `close` may then be called again.
         """
-        with self._alone():
+        with self._lock:
+            self._merge_back()
             if self._live:
-                raise still_allocated(self, [region for region, _ in self._live.values()])
-            self._give_back(self._reserved)
+                raise still_allocated(self, [region for region, _ in list(self._live.values())])
+            self._free_slabs(self._reserved)
             self._closed = True
 
     def __enter__(self) -> SlabPool:
@@ -205,43 +194,27 @@ class SlabPool:
         except Exception as failure:  # the error on its way out matters more
             _log.warning("SlabPool was left open: %s", str(failure))
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        with self._lock:
-            self._begin()
-            try:
-                yield
-            finally:
-                self._busy = False
+    @property
+    def _reserved(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs.values())
 
-    def _begin(self) -> None:
-        self._busy = True
-        while self._brought:
-            region = self._brought.pop()
-            self._take_back(region, self._live[region.ptr][1])
-
-    def _take_back(self, region: Region, slab: Region) -> None:
-        del self._live[region.ptr]
-        size = round_up(region.nbytes)
-        self._used -= size
-        self._free.merge(region.ptr, size, slab)
-
-    def _slab_of(self, region: Region) -> Region:
-        known, slab = self._live.get(region.ptr, (None, None))
-        if slab is None or known != region:
-            raise not_allocated(self, region)
-        return slab
+    def _merge_back(self) -> None:
+        """Adds to the free ranges what was brought back since the last call."""
+        while self._back:
+            region, slab = self._back.popleft()
+            size = round_up(region.nbytes)
+            self._used -= size
+            self._free.merge(region.ptr, size, slab)
 
     def _grow(self, size: int) -> tuple[int, int, Region]:
         """A new slab with room for `size` bytes, taken as a free range."""
-        if self._capacity is not None:
-            if self._source.footprint(size) > self._capacity:
-                raise self._out_of_memory(
-                    f"a request of {format_bytes(size)} can never fit into this pool",
-                    "Raise the capacity, or split the request",
-                    size,
-                )
-            self._make_room(size, self._capacity)
+        if self._source.footprint(size) > self._limit:
+            raise self._out_of_memory(
+                f"a request of {format_bytes(size)} can never fit into this pool",
+                "Raise the capacity, or split the request",
+                size,
+            )
+        self._make_room(size)
         began = time.perf_counter()
         slab = self._add_slab(self._step(size), size)
         self._log_growth("pool grew by", slab.nbytes, began)
@@ -256,9 +229,7 @@ class SlabPool:
 
     def _within_capacity(self, wanted: int, least: int) -> int:
         """As much of `wanted` as the capacity leaves for a slab. It leaves at least `least`."""
-        if self._capacity is None:
-            return wanted
-        left = self._capacity - self._reserved
+        left = self._limit - self._reserved
         while wanted > least and self._source.footprint(wanted) > left:
             # A source that rounds up may have to be asked for less than what is left.
             wanted = max(least, left if wanted > left else wanted // 2 // ALIGNMENT * ALIGNMENT)
@@ -286,7 +257,6 @@ class SlabPool:
                 level = logging.WARNING if self._source_failures == 1 else logging.DEBUG
                 _log.log(level, "%s. Trying %s. Later refusals are only counted", reason, format_bytes(wanted))
         self._slabs[slab.ptr] = slab
-        self._reserved += nbytes
         self._free.add(slab.ptr, nbytes, slab)
         return slab
 
@@ -301,9 +271,9 @@ class SlabPool:
             len(self._slabs),
         )
 
-    def _make_room(self, size: int, capacity: int) -> None:
+    def _make_room(self, size: int) -> None:
         """Give back empty slabs until the capacity allows one of `size` bytes."""
-        short = self._source.footprint(size) - (capacity - self._reserved)
+        short = self._source.footprint(size) - (self._limit - self._reserved)
         if short <= 0:
             return
         if short > sum(slab.nbytes for slab in self._empty()):
@@ -313,7 +283,7 @@ class SlabPool:
                 size,
             )
         try:
-            self._give_back(short)
+            self._free_slabs(short)
         except Exception as error:
             raise self._out_of_memory(
                 f"{type(self._source).__name__} did not take back an empty slab: {error}",
@@ -321,7 +291,7 @@ class SlabPool:
                 size,
             ) from error
 
-    def _give_back(self, wanted: int) -> int:
+    def _free_slabs(self, wanted: int) -> int:
         """Return empty slabs to the source until they come to `wanted` bytes or none is left."""
         given = 0
         for slab in self._empty():
@@ -330,7 +300,6 @@ class SlabPool:
             self._source.deallocate(slab)
             self._free.take(slab.ptr)
             del self._slabs[slab.ptr]
-            self._reserved -= slab.nbytes
             given += slab.nbytes
         return given
 
@@ -338,9 +307,9 @@ class SlabPool:
         return [slab for slab in self._slabs.values() if self._free.covers(slab)]
 
     def _out_of_memory(self, reason: str, advice: str, size: int) -> OutOfHostMemory:
-        free = self._reserved - self._used
-        largest_free = self._free.largest()
-        if self._capacity is not None:
-            free = self._capacity - self._used
-            largest_free = max(largest_free, self._capacity - self._reserved)
-        return OutOfHostMemory(reason, advice, size, self._used, free, largest_free, self._capacity)
+        if self._asked is None:
+            free, largest, limit = self._reserved - self._used, self._free.largest(), None
+        else:
+            free, limit = self._limit - self._used, self._limit
+            largest = max(self._free.largest(), self._limit - self._reserved)
+        return OutOfHostMemory(reason, advice, size, self._used, free, largest, limit)

@@ -8,17 +8,10 @@ from typing import Any
 
 import torch
 
-from .allocators import (
-    AclRegistrar,
-    AclRuntime,
-    CudaError,
-    CudaRegistrar,
-    DirectMemory,
-    OutOfHostMemory,
-    Region,
-    cannot_pin,
-    round_up,
-)
+from .allocators.acl import AclRegistrar, AclRuntime
+from .allocators.base import DirectMemory, OutOfHostMemory, Region, round_up
+from .allocators.cuda import CudaError, CudaRegistrar
+from .allocators.runtime import RuntimeRegistrar, cannot_pin
 from .sizes import format_bytes
 
 
@@ -43,32 +36,23 @@ class TorchPinnedMemory(DirectMemory[torch.Tensor]):
         """The memory is free when nothing refers to the tensor any more."""
 
 
-class NpurtRegistrar:
-    """A `Registrar` that makes memory known to Ascend's runtime through torch_npu.
+class NpurtRegistrar(RuntimeRegistrar):
+    """A `Registrar` that makes memory known to Ascend's runtime through torch_npu. The runtime's error is AclError.
 
     npurt: torch.npu.npurt() by default. Raises RuntimeError if torch_npu is not loaded or is too old to have it,
         and OSError if Ascend's runtime is not found.
     """
 
     def __init__(self, npurt: Any = None) -> None:
-        self._npurt = _npurt() if npurt is None else npurt
-        self._runtime = AclRuntime()  # torch_npu says nothing of a failure but its code
-
-    def register(self, ptr: int, nbytes: int) -> None:
-        """Raises OutOfHostMemory, or AclError where the runtime fails for another reason."""
-        code = self._npurt.npuHostRegister(ptr, nbytes, AclRegistrar.PINNED)
-        if code != 0:
-            raise self._runtime.error("npuHostRegister", code, nbytes).or_out_of_memory()
-
-    def unregister(self, ptr: int) -> None:
-        """Raises AclError."""
-        code = self._npurt.npuHostUnregister(ptr)
-        if code != 0:
-            raise self._runtime.error("npuHostUnregister", code)
+        npurt = _npurt() if npurt is None else npurt
+        error = AclRuntime().error  # torch_npu says nothing of a failure but its code
+        super().__init__(npurt, error, "npuHostRegister", "npuHostUnregister", AclRegistrar.PINNED)
 
 
-class CudartRegistrar:
+class CudartRegistrar(RuntimeRegistrar):
     """A `Registrar` that makes memory known to the CUDA runtime through torch, which may have it built in.
+
+    The runtime's error is CudaError.
 
     cudart: torch.cuda.cudart() by default. Raises RuntimeError if torch has no CUDA.
     forget: drops the error that CUDA remembers from a failed call.
@@ -77,20 +61,10 @@ class CudartRegistrar:
     def __init__(self, cudart: Any = None, forget: Callable[[], None] | None = None) -> None:
         self._cudart = _cudart() if cudart is None else cudart
         self._forget = _launch_a_kernel if forget is None else forget
+        register, unregister = "cudaHostRegister", "cudaHostUnregister"
+        super().__init__(self._cudart, self._failure, register, unregister, CudaRegistrar.PORTABLE)
 
-    def register(self, ptr: int, nbytes: int) -> None:
-        """Raises OutOfHostMemory, or CudaError where CUDA fails for another reason."""
-        status = self._cudart.cudaHostRegister(ptr, nbytes, CudaRegistrar.PORTABLE)
-        if int(status) != 0:
-            raise self._error("cudaHostRegister", status, nbytes).or_out_of_memory()
-
-    def unregister(self, ptr: int) -> None:
-        """Raises CudaError."""
-        status = self._cudart.cudaHostUnregister(ptr)
-        if int(status) != 0:
-            raise self._error("cudaHostUnregister", status)
-
-    def _error(self, function: str, status: Any, nbytes: int | None = None) -> CudaError:
+    def _failure(self, function: str, status: Any, nbytes: int | None = None) -> CudaError:
         self._forget()
         return CudaError(function, int(status), nbytes, self._cudart.cudaGetErrorString(status))
 
