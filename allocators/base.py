@@ -6,7 +6,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -31,22 +31,18 @@ class HostMemory(Protocol):
         Raises ValueError if `nbytes` is not positive, OutOfHostMemory if there is not enough memory,
         and RuntimeError once closed.
         """
-        ...
 
     def deallocate(self, region: Region) -> None:
         """Take back a region. Raises ValueError if it is unknown here or was freed already."""
-        ...
 
     def footprint(self, nbytes: int) -> int:
         """Return how much memory a region of `nbytes` takes, with what rounding and bookkeeping add."""
-        ...
 
     def close(self) -> None:
         """Release everything held. Idempotent.
 
         Raises RuntimeError, and changes nothing, while regions are still allocated.
         """
-        ...
 
 
 class HostPool(HostMemory, Protocol):
@@ -54,15 +50,12 @@ class HostPool(HostMemory, Protocol):
 
     def slab(self, region: Region) -> Region:
         """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
-        ...
 
     def trim(self) -> int:
         """Give unused memory back to where it came from. Return how many bytes."""
-        ...
 
     def stats(self) -> PoolStats:
         """Return the counters of this moment."""
-        ...
 
 
 class Region(NamedTuple):
@@ -114,7 +107,7 @@ class OutOfHostMemory(MemoryError):
     reason: str
     advice: str
     needed: int
-    used: int
+    used: int = 0
     free: int | None = None
     largest_free: int | None = None
     limit: int | None = None
@@ -123,12 +116,8 @@ class OutOfHostMemory(MemoryError):
         super().__init__(*astuple(self))  # pickling and copying make it anew from these
 
     def __str__(self) -> str:
-        numbers = [f"needed {format_bytes(self.needed)}"]
-        if self.free is not None:
-            numbers.append(f"free {format_bytes(self.free)}")
-        if self.largest_free is not None:
-            numbers.append(f"largest free {format_bytes(self.largest_free)}")
-        numbers.append(f"used {format_bytes(self.used)}")
+        sizes = {"needed": self.needed, "free": self.free, "largest free": self.largest_free, "used": self.used}
+        numbers = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
         numbers.append("no limit set" if self.limit is None else f"limit {format_bytes(self.limit)}")
         return f"{self.reason} ({', '.join(numbers)}). {self.advice}"
 
@@ -151,13 +140,11 @@ class DirectMemory(ABC, Generic[Held]):
         check_request(self, nbytes, self._closed)
         try:
             if nbytes > _LARGEST:  # ctypes would cut it down to 64 bits without a word
-                raise OutOfHostMemory("no address range is that large", "Ask for less", nbytes, used=0)
+                raise OutOfHostMemory("no address range is that large", "Ask for less", nbytes)
             ptr, held = self._obtain(nbytes)
         except OutOfHostMemory as error:
             # Whoever obtains a region does not know of the others.
-            raise OutOfHostMemory(
-                error.reason, error.advice, nbytes, self._used, limit=error.limit
-            ) from error.__cause__
+            raise replace(error, needed=nbytes, used=self._used) from error.__cause__
         region = Region(ptr, nbytes)
         with self._lock:
             self._live[ptr] = region, held

@@ -38,10 +38,9 @@ class CudaRegistrar(RuntimeRegistrar):
 
     def __init__(self, library: str | None = None) -> None:
         runtime = _CudaRuntime(library)
-        register, unregister = "cudaHostRegister", "cudaHostUnregister"
-        runtime.function(register, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
-        runtime.function(unregister, ctypes.c_void_p)
-        super().__init__(runtime.library, runtime.error, register, unregister, self.PORTABLE)
+        runtime.function("cudaHostRegister", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        runtime.function("cudaHostUnregister", ctypes.c_void_p)
+        super().__init__(runtime.library, runtime.error, "cudaHostRegister", "cudaHostUnregister", self.PORTABLE)
 
 
 class CudaError(RuntimeFailure):

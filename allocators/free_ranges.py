@@ -35,23 +35,20 @@ class FreeRanges:
         """Adds a range that touches no other one of its slab."""
         self._begin_at[start] = size, slab
         self._end_at[start + size] = start
-        starts = self._of_size.get(size)
-        if starts is None:
-            self._of_size[size] = {start: None}
+        starts = self._of_size.setdefault(size, {})
+        if not starts:
             insort(self._sizes, size)
-        else:
-            starts[start] = None
+        starts[start] = None
 
     def take(self, start: int) -> tuple[int, int, Region]:
         """Removes the range that begins at `start`. Returns its start, size and slab."""
         size, slab = self._begin_at.pop(start)
         del self._end_at[start + size]
         starts = self._of_size[size]
-        if len(starts) == 1:
+        del starts[start]
+        if not starts:
             del self._of_size[size]
             del self._sizes[bisect_left(self._sizes, size)]
-        else:
-            del starts[start]
         return start, size, slab
 
     def take_smallest(self, size: int) -> tuple[int, int, Region] | None:

@@ -55,8 +55,7 @@ class PageableMemory(DirectMemory["Pages"]):
                 f"the operating system refused to map memory: {error}",
                 "Ask for less, or check the limits of this process: ulimit -v, the overcommit settings, "
                 "and vm.max_map_count where there are very many regions",
-                needed=nbytes,
-                used=0,
+                nbytes,
             ) from error
         if self._numa_node is not None:
             self._place(pages, self._numa_node)
@@ -97,8 +96,7 @@ class LockedMemory(PageableMemory):
                 str(error.strerror),
                 "Raise it with ulimit -l, for a container with --ulimit memlock=-1, or give the process "
                 "CAP_IPC_LOCK; PageableMemory locks nothing",
-                needed=nbytes,
-                used=0,
+                nbytes,
                 limit=None if soft == resource.RLIM_INFINITY else soft,
             ) from error
         except BaseException:

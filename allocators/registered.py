@@ -19,11 +19,9 @@ class Registrar(Protocol):
 
     def register(self, ptr: int, nbytes: int) -> None:
         """Raises OutOfHostMemory or RuntimeError; then nothing is registered."""
-        ...
 
     def unregister(self, ptr: int) -> None:
         """Take back the registration that starts at `ptr`. Where it raises RuntimeError the registration stays."""
-        ...
 
 
 class RegisteredMemory(PageableMemory):

@@ -102,12 +102,14 @@ class PinnedByRuntime(DirectMemory[int]):
         if raw % ALIGNMENT:
             # Runtimes promise less than whole pages. Large requests lie on such all the same, so the
             # bytes to spare are asked for only when they turn out to be needed.
-            self._unpin(raw, nbytes)
+            self._give_back(Region(raw, nbytes), raw)
             raw = self._pin(nbytes + ALIGNMENT)
         return round_up(raw), raw
 
     def _give_back(self, region: Region, held: int) -> None:
-        self._unpin(held, region.nbytes)
+        code = self._free(held)
+        if code != 0:
+            raise self._runtime.error(self._free_name, code, region.nbytes)
 
     def _pin(self, nbytes: int) -> int:
         pointer = ctypes.c_void_p()
@@ -117,11 +119,6 @@ class PinnedByRuntime(DirectMemory[int]):
         if pointer.value is None:
             raise self._runtime.failure(self._malloc_name, code, nbytes, "it returned a null pointer")
         return pointer.value
-
-    def _unpin(self, raw: int, nbytes: int) -> None:
-        code = self._free(raw)
-        if code != 0:
-            raise self._runtime.error(self._free_name, code, nbytes)
 
 
 class RuntimeRegistrar:
@@ -159,6 +156,5 @@ def cannot_pin(reason: str, nbytes: int) -> OutOfHostMemory:
         reason,
         "Ask for smaller slabs or lower the host budget, and check the free RAM, ulimit -l and the "
         "container's memory limit; PageableMemory needs no pinning, but copies then block",
-        needed=nbytes,
-        used=0,
+        nbytes,
     )

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections import deque
-from types import TracebackType
 
 from ..sizes import format_bytes
 from .base import (
@@ -62,12 +61,8 @@ class SlabPool:
         self._slabs: dict[int, Region] = {}  # by address
         self._free = FreeRanges()
         self._live: dict[int, tuple[Region, Region]] = {}  # by address: a region and its slab
-        self._used = 0
-        self._peak = 0
-        self._largest = 0
-        self._failures = 0
-        self._source_calls = 0
-        self._source_failures = 0
+        self._used = self._peak = self._largest = 0
+        self._failures = self._source_calls = self._source_failures = 0
         self._closed = False
         # One lock, held while the pool grows as well: a second thread in need of memory would only pin
         # a second slab, where the first one's has room for both. A thread that comes in again, from a `__del__`,
@@ -85,8 +80,7 @@ class SlabPool:
             self._merge_back()
             check_request(self, nbytes, self._closed)
             size = round_up(nbytes)
-            if size > self._largest:
-                self._largest = size
+            self._largest = max(self._largest, size)
             try:
                 start, room, slab = self._free.take_smallest(size) or self._grow(size)
             except OutOfHostMemory:
@@ -97,8 +91,7 @@ class SlabPool:
             region = Region(start, nbytes)
             self._live[start] = region, slab
             self._used += size
-            if self._used > self._peak:
-                self._peak = self._used
+            self._peak = max(self._peak, self._used)
             return region
 
     def deallocate(self, region: Region) -> None:
@@ -120,6 +113,7 @@ class SlabPool:
         the source gives less; what it gave is kept.
         """
         with self._lock:
+            self._merge_back()
             check_request(self, nbytes, self._closed)
             if self._asked is not None and nbytes > self._asked:
                 raise ValueError(
@@ -129,7 +123,7 @@ class SlabPool:
             while (short := min(round_up(nbytes), self._limit) - self._reserved) > 0:
                 wanted = min(_LARGEST_SLAB, short)
                 least = min(wanted, round_up(self._slab_bytes // 16))
-                if self._source.footprint(least) > self._limit - self._reserved:
+                if self._source.footprint(least) > self._left:
                     break
                 self._add_slab(wanted, least)
             self._log_growth("pool has", self._reserved, began)
@@ -174,29 +168,31 @@ class SlabPool:
         copying to them. An error of the source is passed on, and `close` may then be called again.
         """
         with self._lock:
-            self._merge_back()
             if self._live:
                 raise still_allocated(self, [region for region, _ in list(self._live.values())])
+            self._merge_back()
             self._free_slabs(self._reserved)
             self._closed = True
 
     def __enter__(self) -> SlabPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
-        except Exception as failure:  # the error on its way out matters more
-            _log.warning("SlabPool was left open: %s", str(failure))
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.warning("SlabPool was left open: %s", str(failure))  # the error on its way out matters more
 
     @property
     def _reserved(self) -> int:
         return sum(slab.nbytes for slab in self._slabs.values())
+
+    @property
+    def _left(self) -> int:
+        """The bytes that the capacity leaves for new slabs."""
+        return self._limit - self._reserved
 
     def _merge_back(self) -> None:
         """Adds to the free ranges what was brought back since the last call."""
@@ -208,12 +204,6 @@ class SlabPool:
 
     def _grow(self, size: int) -> tuple[int, int, Region]:
         """A new slab with room for `size` bytes, taken as a free range."""
-        if self._source.footprint(size) > self._limit:
-            raise self._out_of_memory(
-                f"a request of {format_bytes(size)} can never fit into this pool",
-                "Raise the capacity, or split the request",
-                size,
-            )
         self._make_room(size)
         began = time.perf_counter()
         slab = self._add_slab(self._step(size), size)
@@ -229,10 +219,9 @@ class SlabPool:
 
     def _within_capacity(self, wanted: int, least: int) -> int:
         """As much of `wanted` as the capacity leaves for a slab. It leaves at least `least`."""
-        left = self._limit - self._reserved
-        while wanted > least and self._source.footprint(wanted) > left:
+        while wanted > least and self._source.footprint(wanted) > self._left:
             # A source that rounds up may have to be asked for less than what is left.
-            wanted = max(least, left if wanted > left else wanted // 2 // ALIGNMENT * ALIGNMENT)
+            wanted = max(least, self._left if wanted > self._left else wanted // 2 // ALIGNMENT * ALIGNMENT)
         return wanted
 
     def _add_slab(self, wanted: int, least: int) -> Region:
@@ -247,11 +236,10 @@ class SlabPool:
                 self._source_failures += 1
                 reason = f"{type(self._source).__name__} did not give a slab of {format_bytes(nbytes)}: {error}"
                 if wanted == least or not isinstance(error, OutOfHostMemory):
-                    raise self._out_of_memory(
-                        reason,
-                        "Free regions, or give the pool less to hold; smaller slabs let it grow in smaller steps",
-                        least,
-                    ) from error
+                    advice = (
+                        "Free regions, or give the pool less to hold; smaller slabs let it grow in smaller steps"
+                    )
+                    raise self._out_of_memory(reason, advice, least) from error
                 wanted = max(least, round_up(wanted // 2))
                 # A source that is dry stays so, and says it at each growth.
                 level = logging.WARNING if self._source_failures == 1 else logging.DEBUG
@@ -261,35 +249,26 @@ class SlabPool:
         return slab
 
     def _log_growth(self, what: str, nbytes: int, began: float) -> None:
-        _log.info(
-            "%s %s from %s in %.3f s, to %s in %d slabs",
-            what,
-            format_bytes(nbytes),
-            type(self._source).__name__,
-            time.perf_counter() - began,
-            format_bytes(self._reserved),
-            len(self._slabs),
-        )
+        seconds, source = time.perf_counter() - began, type(self._source).__name__
+        size, now = format_bytes(nbytes), format_bytes(self._reserved)
+        _log.info("%s %s from %s in %.3f s, to %s in %d slabs", what, size, source, seconds, now, len(self._slabs))
 
     def _make_room(self, size: int) -> None:
         """Give back empty slabs until the capacity allows one of `size` bytes."""
-        short = self._source.footprint(size) - (self._limit - self._reserved)
-        if short <= 0:
-            return
+        needed = self._source.footprint(size)
+        if needed > self._limit:
+            reason = f"a request of {format_bytes(size)} can never fit into this pool"
+            raise self._out_of_memory(reason, "Raise the capacity, or split the request", size)
+        short = needed - self._left
         if short > sum(slab.nbytes for slab in self._empty()):
-            raise self._out_of_memory(
-                f"a request of {format_bytes(size)} does not fit into the pool now",
-                "Free regions and try again, or raise the capacity",
-                size,
-            )
+            reason = f"a request of {format_bytes(size)} does not fit into the pool now"
+            raise self._out_of_memory(reason, "Free regions and try again, or raise the capacity", size)
         try:
             self._free_slabs(short)
         except Exception as error:
-            raise self._out_of_memory(
-                f"{type(self._source).__name__} did not take back an empty slab: {error}",
-                "The slab stays in the pool; free regions and try again",
-                size,
-            ) from error
+            reason = f"{type(self._source).__name__} did not take back an empty slab: {error}"
+            advice = "The slab stays in the pool; free regions and try again"
+            raise self._out_of_memory(reason, advice, size) from error
 
     def _free_slabs(self, wanted: int) -> int:
         """Return empty slabs to the source until they come to `wanted` bytes or none is left."""
@@ -307,9 +286,8 @@ class SlabPool:
         return [slab for slab in self._slabs.values() if self._free.covers(slab)]
 
     def _out_of_memory(self, reason: str, advice: str, size: int) -> OutOfHostMemory:
+        free, largest = self._reserved - self._used, self._free.largest()
         if self._asked is None:
-            free, largest, limit = self._reserved - self._used, self._free.largest(), None
-        else:
-            free, limit = self._limit - self._used, self._limit
-            largest = max(self._free.largest(), self._limit - self._reserved)
-        return OutOfHostMemory(reason, advice, size, self._used, free, largest, limit)
+            return OutOfHostMemory(reason, advice, size, self._used, free, largest)
+        largest = max(largest, self._left)
+        return OutOfHostMemory(reason, advice, size, self._used, free + self._left, largest, self._limit)
