@@ -12,6 +12,7 @@ from .base import (
     HostPressure,
     LayerBegin,
     LayerEnd,
+    ManualPolicy,
     Offload,
     Policy,
     Release,
@@ -21,7 +22,6 @@ from .base import (
 )
 from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
-from .manual import ManualPolicy
 from .synchronization_dict import SynchronizationDictPolicy
 
 __all__ = [

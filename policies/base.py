@@ -27,6 +27,16 @@ class Policy(Protocol):
         """The actions to take now, in order. Called under the manager's lock: never blocks."""
 
 
+class ManualPolicy:
+    """Advises nothing: users decide themselves when a layer leaves the device and when it comes back."""
+
+    def check(self, num_layers: int) -> None:
+        """Suits every model."""
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBegin:
     """A forward through a model of `num_layers` layers begins. It may turn out that more or fewer of them run."""

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .base import (
-    Action,
-    Dropped,
-    Event,
-    ForwardBegin,
-    ForwardEnd,
-    HostPressure,
-    LayerBegin,
-    LayerEnd,
-    Offload,
-    Release,
-    Reload,
-    Saved,
-)
-from .saved_by_layer import SavedByLayer
-from .sent_away import SentAway
+from .base import Action, Offload, Release, Reload
+from .by_layer import Graph, LayerPolicy
 
 
-class LayerOrderPolicy:
+class LayerOrderPolicy(LayerPolicy["_Graph"]):
     """Offloads the activations of the first `num_layers` layers; None means all of the model's.
 
     With k of N layers offloaded the device holds the activations of N - k layers, in forward and in backward, as
@@ -46,10 +32,9 @@ class LayerOrderPolicy:
             raise ValueError(f"num_layers must be 0 or more, not {num_layers}")
         if in_flight < 0:
             raise ValueError(f"in_flight must be 0 or more, not {in_flight}")
+        super().__init__()
         self._num_layers = num_layers
         self._in_flight = in_flight
-        self._saved: SavedByLayer[_Plan] = SavedByLayer()
-        self._away = SentAway()
 
     def check(self, num_layers: int) -> None:
         if self._num_layers is not None and self._num_layers > num_layers:
@@ -58,79 +43,48 @@ class LayerOrderPolicy:
                 f"({num_layers}); use at most {num_layers}"
             )
 
-    def decide(self, event: Event) -> Sequence[Action]:
-        return self._away.follow(self._answer(event), self._saved.homes)
+    def _graph(self, number: int, num_layers: int) -> _Graph:
+        return _Graph(number, num_layers, self._num_layers, self._in_flight)
 
-    def _answer(self, event: Event) -> Sequence[Action]:
-        saved = self._saved
-        match event:
-            case Saved(graph, layer, blocks):
-                homes = saved.homes
-                self._away.forget([key for key, _ in blocks if key in homes])
-                saved.save(graph, layer, blocks)
-            case Dropped(keys):
-                self._away.forget(keys)
-                saved.drop(keys)
-            case LayerBegin(graph, layer, backward=True):
-                if graph in saved:
-                    return self._bring_back(graph, layer)
-            case LayerBegin(graph, layer):
-                released = saved.plan(graph).released_by(layer)
-                return self._offload(graph) + [Release(key) for key in saved.keys(graph, released)]
-            case LayerEnd(graph, layer):
-                saved.end_layer(graph, layer)
-                return self._offload(graph)
-            case ForwardBegin(graph, num_layers):
-                saved.begin(graph, _Plan(num_layers, self._num_layers, self._in_flight))
-            case ForwardEnd(graph):
-                away = saved.plan(graph).released_by_end()
-                actions = self._offload(graph) + [Release(key) for key in saved.keys(graph, away)]
-                saved.end_forward(graph)
-                return actions
-            case HostPressure(nbytes):
-                return self._away.spill(nbytes, self._needed_last)
-        return ()
+    def _begin(self, graph: _Graph, layer: int, backward: bool) -> list[Action]:
+        if backward:
+            reloaded, fetched = graph.keys(graph.reloaded_by(layer)), graph.keys(graph.reloaded_after(layer))
+            return [*map(Reload, reloaded), *self._ledger.fetch(fetched)]
+        released = graph.released_by(layer)
+        return self._offload(graph) + [Release(key) for key in graph.keys(released)]
 
-    def _bring_back(self, graph: int, layer: int) -> list[Action]:
-        plan = self._saved.plan(graph)
-        reloaded = self._saved.keys(graph, plan.reloaded_by(layer))
-        return [*map(Reload, reloaded), *self._away.fetch(self._saved.keys(graph, plan.reloaded_after(layer)))]
+    def _offload(self, graph: _Graph) -> list[Action]:
+        return [Offload(key) for key, layer in graph.take_leaving() if layer < graph.offloaded]
 
-    def _needed_last(self, place: tuple[int, int]) -> tuple[bool, int, int]:
-        graph, layer = place
-        # In a pipeline the older graphs run backward first, and one that does so now needs its blocks soonest.
-        return self._saved.plan(graph).reached is not None, -graph, layer
+    def _end(self, graph: _Graph) -> list[Action]:
+        away = (i for i in range(graph.offloaded) if i not in graph.reloaded)
+        return self._offload(graph) + [Release(key) for key in graph.keys(away)]
 
-    def _offload(self, graph: int) -> list[Action]:
-        offloaded = self._saved.plan(graph).offloaded
-        return [Offload(key) for key, layer in self._saved.take_leaving(graph) if layer < offloaded]
+    def _returns(self, layer: int) -> int:
+        return layer
 
 
 @dataclass
-class _Plan:
-    """When the layers of one graph move. `num_layers` grows where more layers run than were told."""
+class _Graph(Graph):
+    """A graph with the times at which its layers move. `num_layers` grows where more run than were told."""
 
     num_layers: int
     wanted: int | None
     in_flight: int
     gap: int = field(init=False)
-    offloaded: int = field(init=False)
-    reached: int | None = None
-    reloaded: set[int] = field(default_factory=set)
+    reached: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.offloaded = self.num_layers if self.wanted is None else self.wanted
         self.gap = max(1, self.num_layers - self.offloaded) + self.in_flight
+
+    @property
+    def offloaded(self) -> int:
+        return self.num_layers if self.wanted is None else self.wanted
 
     def released_by(self, layer: int) -> Iterable[int]:
         self.num_layers = max(self.num_layers, layer + 1)
-        if self.wanted is None:
-            self.offloaded = self.num_layers
         i = layer - self.gap
         return (i,) if 0 <= i < self.offloaded and i not in self.reloaded else ()
-
-    def released_by_end(self) -> Iterable[int]:
-        return (i for i in range(self.offloaded) if i not in self.reloaded)
 
     def reloaded_by(self, layer: int) -> Iterable[int]:
         """Layers due since the last one, but none above `layer`: a backward that jumps ahead must not bring

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+import itertools
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..sizes import format_bytes, parse_bytes
 from .base import Action, Dropped, Event, Fetch, HostPressure, LayerBegin, Offload, Release, Reload, Saved, Spill
-
-# The order of what comes back: what moves together stands together.
-_GOING_ON = (Release, Reload, Fetch)
 
 
 class LRUPolicy:
@@ -48,9 +46,9 @@ class LRUPolicy:
         # A block is in one of these, or of its graph's, at a time.
         self._used = _Queue(on_device=True)
         self._resident = _Queue(on_device=True)
-        self._leaving = _Queue(on_device=True)
-        self._on_host = _Queue()
-        self._on_disk = _Queue()
+        self._leaving = _Queue(on_device=True, away=True)
+        self._on_host = _Queue(away=True)
+        self._on_disk = _Queue(away=True)
         self._on_device = 0
 
     def check(self, num_layers: int) -> None:
@@ -77,8 +75,8 @@ class LRUPolicy:
         releases: list[Action] = []
         for key, nbytes in blocks:
             graph.blocks += 1
-            before = self._blocks.get(key)
             needed = layer
+            before = self._blocks.get(key)
             if before is not None:
                 if before.graph is graph:
                     needed = max(layer, before.layer)  # backward needs it there first
@@ -100,12 +98,10 @@ class LRUPolicy:
                 # What a backward drops it has used. Lower layers are dropped where the graph goes unused.
                 if block.graph.reached is not None and block.layer >= block.graph.reached:
                     going_on[block.graph.number] = block.graph
-        actions = [action for graph in going_on.values() if graph.blocks for action in self._bring_back(graph)]
-        return sorted(actions, key=lambda action: _GOING_ON.index(type(action)))
+        return self._bring_back(*(graph for graph in going_on.values() if graph.blocks))
 
     def _forget(self, block: _Block) -> None:
         self._move(block, None)
-        block.graph.not_away(block)
         del self._blocks[block.key]
         block.graph.blocks -= 1
         if not block.graph.blocks:
@@ -136,46 +132,49 @@ class LRUPolicy:
         limit = None if another else layer
         for block in reversed(graph.too_large.until(limit) + graph.coming.until(limit)):
             self._move(block, self._on_host)
-            graph.set_away(block)
         for block in graph.back.until(limit):
             self._move(block, self._resident if another else self._used)
         if graph.reached not in (None, layer):
             # Backward was through with that layer, and reloaded what was not back. It will hardly need it again.
-            for block in graph.away_of(graph.reached):
-                if block.queue is not self._leaving:
-                    graph.not_away(block)
-                    self._move(block, self._used)
+            for _, _, key in graph.away[graph.below(graph.reached) : graph.below(graph.reached + 1)]:
+                if self._blocks[key].queue is not self._leaving:
+                    self._move(self._blocks[key], self._used)
         graph.reached = layer
         return [*self._start_leaving(self._used), *self._release_until(self._budget), *self._bring_back(graph)]
 
-    def _bring_back(self, graph: _Graph) -> list[Action]:
+    def _bring_back(self, *graphs: _Graph) -> list[Action]:
         releases: list[Action] = []
         reloads: list[Action] = []
         fetches: list[Action] = []
-        while (block := graph.coming.first() or graph.next_away()) is not None:
-            if block.nbytes > self._budget:
-                fetches += self._recall(block, graph.too_large)
-                continue
-            if not graph.back.takes(block, self._read_ahead):
-                break
-            if block.queue is not self._leaving:
-                if self._staying + block.nbytes > self._budget:
+        for graph in graphs:
+            while (block := graph.coming.first() or self._next_away(graph)) is not None:
+                if block.nbytes > self._budget:
+                    fetches += self._recall(block, graph.too_large)
+                    continue
+                if not graph.back.takes(block, self._read_ahead):
                     break
-                releases += self._release_until(self._budget - block.nbytes)
-            self._recall(block, graph.back)
-            reloads.append(Reload(block.key))
-        while (
-            (block := graph.next_away()) is not None
-            and block.queue is not self._leaving
-            and graph.coming.takes(block, self._read_ahead)
-        ):
-            fetches += self._recall(block, graph.coming)
+                if block.queue is not self._leaving:
+                    if self._staying + block.nbytes > self._budget:
+                        break
+                    releases += self._release_until(self._budget - block.nbytes)
+                self._recall(block, graph.back)
+                reloads.append(Reload(block.key))
+            while (
+                (block := self._next_away(graph)) is not None
+                and block.queue is not self._leaving
+                and graph.coming.takes(block, self._read_ahead)
+            ):
+                fetches += self._recall(block, graph.coming)
         return releases + reloads + fetches
+
+    def _next_away(self, graph: _Graph) -> _Block | None:
+        """The block that backward needs next of those that are away."""
+        place = 0 if graph.reached is None else graph.below(graph.reached + 1)
+        return self._blocks[graph.away[place - 1][2]] if place else None
 
     def _recall(self, block: _Block, to: _Queue) -> list[Action]:
         """Backward will need the block soon: it is fetched if it was spilled."""
         spilled = block.queue is self._on_disk
-        block.graph.not_away(block)
         self._move(block, to)
         return [Fetch(block.key)] if spilled else []
 
@@ -192,7 +191,6 @@ class LRUPolicy:
 
     def _offload(self, block: _Block) -> Action:
         self._move(block, self._leaving)
-        block.graph.set_away(block)
         return Offload(block.key)
 
     def _release(self, block: _Block) -> Action:
@@ -200,58 +198,65 @@ class LRUPolicy:
         return Release(block.key)
 
     def _move(self, block: _Block, to: _Queue | None) -> None:
-        """Moves the block from its queue to the end of another."""
-        if block.queue is not None:
-            block.queue.remove(block)
-            self._on_device -= block.nbytes * block.queue.on_device
+        """Moves the block from its queue to the end of another; None is out of all."""
+        before, block.queue = block.queue, to
+        if before is not None:
+            del before.blocks[block.key]
+            before.nbytes -= block.nbytes
+            self._on_device -= block.nbytes * before.on_device
         if to is not None:
-            to.add(block)
+            to.blocks[block.key] = block
+            to.nbytes += block.nbytes
             self._on_device += block.nbytes * to.on_device
-        block.queue = to
+        graph = block.graph
+        if to is None or not to.away:
+            if block.away is not None:
+                del graph.away[bisect_left(graph.away, block.away)]
+                block.away = None
+        elif block.away is None:
+            graph.left += 1
+            block.away = block.layer, graph.left, block.key
+            insort(graph.away, block.away)
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """`layer` is the last layer that saved the block. `queue` tells where it is, as far as the policy knows."""
+    """`layer` is the last layer that saved the block. `queue` tells where it is, as far as the policy knows.
+
+    away: its entry among its graph's blocks that are away.
+    """
 
     key: int
     layer: int
     nbytes: int
     graph: _Graph
     queue: _Queue | None = None
+    away: tuple[int, int, int] | None = None
 
 
 @dataclass
 class _Queue:
-    """Blocks in the order in which they came."""
+    """Blocks in the order in which they came.
+
+    away: they left the device, or begin to, and are not on their way back.
+    """
 
     on_device: bool = False
+    away: bool = False
     nbytes: int = 0
-    _blocks: OrderedDict[int, _Block] = field(default_factory=OrderedDict)
+    blocks: OrderedDict[int, _Block] = field(default_factory=OrderedDict)
 
     def first(self) -> _Block | None:
-        return next(iter(self._blocks.values()), None)
+        return next(iter(self.blocks.values()), None)
 
     def until(self, layer: int | None) -> list[_Block]:
         """The first blocks, before one of this layer or of one below; None is all of them."""
-        blocks: list[_Block] = []
-        for block in self._blocks.values():
-            if layer is not None and block.layer <= layer:
-                break
-            blocks.append(block)
-        return blocks
+        above = itertools.takewhile(lambda block: layer is None or block.layer > layer, self.blocks.values())
+        return list(above)
 
     def takes(self, block: _Block, limit: int) -> bool:
         """Whether the block fits under the limit. One block always does."""
-        return not self._blocks or self.nbytes + block.nbytes <= limit
-
-    def add(self, block: _Block) -> None:
-        self._blocks[block.key] = block
-        self.nbytes += block.nbytes
-
-    def remove(self, block: _Block) -> None:
-        del self._blocks[block.key]
-        self.nbytes -= block.nbytes
+        return not self.blocks or self.nbytes + block.nbytes <= limit
 
 
 @dataclass
@@ -262,6 +267,8 @@ class _Graph:
     coming: the blocks that follow next.
     too_large: blocks that the budget has no room for. Backward reloads them itself when it must.
     reached: the layer whose backward began last. Blocks of the layers above come back on demand only.
+    left: how often one of its blocks has left.
+    away: the blocks that are away, sorted: the layer, which of those that left it was, and the key.
     """
 
     number: int
@@ -270,29 +277,9 @@ class _Graph:
     coming: _Queue = field(default_factory=_Queue)
     too_large: _Queue = field(default_factory=_Queue)
     reached: int | None = None
-    _away: dict[int, OrderedDict[int, _Block]] = field(default_factory=dict)
-    _layers: list[int] = field(default_factory=list)
+    left: int = 0
+    away: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def set_away(self, block: _Block) -> None:
-        """The block left the device."""
-        if block.layer not in self._away:
-            self._away[block.layer] = OrderedDict()
-            insort(self._layers, block.layer)
-        self._away[block.layer][block.key] = block
-
-    def not_away(self, block: _Block) -> None:
-        """The block is back, on its way back, or gone."""
-        blocks = self._away.get(block.layer)
-        if blocks is not None and blocks.pop(block.key, None) is not None and not blocks:
-            del self._away[block.layer]
-            del self._layers[bisect_left(self._layers, block.layer)]
-
-    def away_of(self, layer: int) -> list[_Block]:
-        return list(self._away.get(layer, {}).values())
-
-    def next_away(self) -> _Block | None:
-        """The block that backward needs next of those that are away."""
-        if self.reached is None:
-            return None
-        below = bisect_right(self._layers, self.reached)
-        return next(reversed(self._away[self._layers[below - 1]].values())) if below else None
+    def below(self, layer: int) -> int:
+        """How many of the blocks that are away belong to layers below this one."""
+        return bisect_left(self.away, (layer, 0, 0))

@@ -6,26 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from .base import (
-    Action,
-    Dropped,
-    Event,
-    ForwardBegin,
-    ForwardEnd,
-    HostPressure,
-    LayerBegin,
-    LayerEnd,
-    Offload,
-    Release,
-    Reload,
-    Saved,
-)
-from .moments import Moment, Order, Stay, check_together, parse_order
-from .saved_by_layer import SavedByLayer
-from .sent_away import SentAway
+from .base import Action, Offload, Release, Reload
+from .by_layer import Graph, LayerPolicy
+from .schedule import Moment, Order, Stay, check_together, parse_order
 
 
-class SynchronizationDictPolicy:
+class SynchronizationDictPolicy(LayerPolicy["_Graph"]):
     """Offloads the layers that are keys of `schedule`, each at its own two moments.
 
     Layers are numbered by the order in which their forwards begin. A layer's copy to the host begins when its
@@ -49,6 +35,7 @@ class SynchronizationDictPolicy:
     def __init__(
         self, schedule: Mapping[int, tuple[bool, int, bool, int]], *, order: Sequence[str] | None = None
     ) -> None:
+        super().__init__()
         self._stays = {layer: _stay(layer, entry) for layer, entry in schedule.items()}
         moments = None if order is None else parse_order(order)
         self._ordered_layers = None if moments is None else len(moments) // 2
@@ -60,78 +47,48 @@ class SynchronizationDictPolicy:
         check_together(self._stays.values())
 
         self._released_at = _by_moment((self._stays[i].release, i) for i in sorted(self._stays))
-        self._reloaded_at = _by_moment((self._stays[i].reload, i) for i in known.by_backward(self._stays))
-        reloads = known.by_time(self._reloaded_at)
+        as_needed = sorted(self._stays, key=lambda layer: known.time(Moment(layer, True)))
+        self._reloaded_at = _by_moment((self._stays[i].reload, i) for i in as_needed)
+        reloads = sorted(self._reloaded_at, key=known.time)
         self._fetched_at = {at: self._reloaded_at[following] for at, following in pairwise(reloads)}
         returning = [layer for at in reloads for layer in self._reloaded_at[at]]
-        self._returns = {layer: place for place, layer in enumerate(returning)}
-        self._saved: SavedByLayer[_Progress] = SavedByLayer()
-        self._away = SentAway()
+        self._place = {layer: place for place, layer in enumerate(returning)}
 
     def check(self, num_layers: int) -> None:
         if self._ordered_layers not in (None, num_layers):
             raise ValueError(f"order has {self._ordered_layers} layers, but the model has {num_layers}")
         self._check_layers_exist("the model", num_layers)
 
-    def decide(self, event: Event) -> Sequence[Action]:
-        return self._away.follow(self._answer(event), self._saved.homes)
+    def _graph(self, number: int, num_layers: int) -> _Graph:
+        return _Graph(number)
 
-    def _answer(self, event: Event) -> Sequence[Action]:
-        saved = self._saved
-        match event:
-            case Saved(graph, layer, blocks):
-                homes = saved.homes
-                self._away.forget([key for key, _ in blocks if key in homes])
-                saved.save(graph, layer, blocks)
-            case Dropped(keys):
-                self._away.forget(keys)
-                saved.drop(keys)
-            case LayerBegin(graph, layer, backward):
-                if graph in saved:
-                    return self._at(Moment(layer, backward), graph, saved.plan(graph))
-            case LayerEnd(graph, layer):
-                saved.end_layer(graph, layer)
-                return self._offload(graph, saved.plan(graph))
-            case ForwardBegin(graph):
-                saved.begin(graph, _Progress())
-            case ForwardEnd(graph):
-                actions = self._offload(graph, saved.plan(graph))
-                saved.end_forward(graph)
-                return actions
-            case HostPressure(nbytes):
-                return self._away.spill(nbytes, self._needed_last)
-        return ()
-
-    def _needed_last(self, place: tuple[int, int]) -> tuple[bool, int, int]:
-        graph, layer = place
-        # In a pipeline the older graphs run backward first, and one that does so now needs its blocks soonest.
-        return self._saved.plan(graph).backward, -graph, -self._returns[layer]
-
-    def _at(self, moment: Moment, graph: int, progress: _Progress) -> list[Action]:
-        progress.backward |= moment.backward
-        due = list(self._reloaded_at.get(moment, ()))
-        if moment.backward and moment.layer in self._stays and moment.layer not in due:
-            due.append(moment.layer)  # late, unless it is back already
-        reloaded = [i for i in due if i not in progress.reloaded]
-        progress.reloaded.update(reloaded)
-        actions = self._offload(graph, progress)
-        past = progress.released | progress.reloaded
+    def _begin(self, graph: _Graph, layer: int, backward: bool) -> list[Action]:
+        moment = Moment(layer, backward)
+        due = dict.fromkeys(self._reloaded_at.get(moment, ()))
+        if backward and layer in self._stays:
+            due[layer] = None  # late, unless it is back already
+        reloaded = [i for i in due if i not in graph.reloaded]
+        graph.reloaded.update(reloaded)
+        actions = self._offload(graph)
+        past = graph.released | graph.reloaded
         released = [i for i in self._released_at.get(moment, ()) if i not in past]
-        progress.released.update(released)
-        actions += [Release(key) for key in self._saved.keys(graph, released)]
-        actions += [Reload(key) for key in self._saved.keys(graph, reloaded)]
-        fetched = self._fetched_at.get(moment, ())
-        return [*actions, *self._away.fetch(self._saved.keys(graph, fetched))]
+        graph.released.update(released)
+        actions += [Release(key) for key in graph.keys(released)]
+        actions += [Reload(key) for key in graph.keys(reloaded)]
+        return [*actions, *self._ledger.fetch(graph.keys(self._fetched_at.get(moment, ())))]
 
-    def _offload(self, graph: int, progress: _Progress) -> list[Action]:
+    def _offload(self, graph: _Graph) -> list[Action]:
         """Offloads the blocks of ended layers, and releases them at once where their release is past."""
         leaving = [
             (key, layer)
-            for key, layer in self._saved.take_leaving(graph)
-            if layer in self._stays and layer not in progress.reloaded
+            for key, layer in graph.take_leaving()
+            if layer in self._stays and layer not in graph.reloaded
         ]
         offloads = [Offload(key) for key, _ in leaving]
-        return [*offloads, *(Release(key) for key, layer in leaving if layer in progress.released)]
+        return [*offloads, *(Release(key) for key, layer in leaving if layer in graph.released)]
+
+    def _returns(self, layer: int) -> int:
+        return -self._place[layer]
 
     def _check_layers_exist(self, owner: str, num_layers: int) -> None:
         has = f"{owner} has {num_layers} layers, counted from 0"
@@ -145,12 +102,10 @@ class SynchronizationDictPolicy:
 
 
 @dataclass
-class _Progress:
-    """The layers of one graph whose release or reload is past. A moment that comes again changes nothing."""
+class _Graph(Graph):
+    """A graph with the layers whose release is past. A moment that comes again changes nothing."""
 
     released: set[int] = field(default_factory=set)
-    reloaded: set[int] = field(default_factory=set)
-    backward: bool = False
 
 
 def _by_moment(pairs: Iterable[tuple[Moment, int]]) -> dict[Moment, list[int]]:

@@ -154,7 +154,7 @@ def test_a_block_is_offloaded_released_and_reloaded_in_time(
         expected[Release(layer)] = [f"{'F' if offload_fwd else 'B'}{offload_num}"]
         expected[Reload(layer)] = [f"{'F' if reload_fwd else 'B'}{reload_num}"]
     assert told == expected
-    assert vars(policy)["_saved"] == vars(SynchronizationDictPolicy({}))["_saved"]
+    assert vars(policy)["_ledger"] == vars(SynchronizationDictPolicy({}))["_ledger"]
 
 
 @settings(deadline=None)

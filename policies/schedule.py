@@ -83,18 +83,14 @@ class Order:
     def before(self, first: Moment, second: Moment) -> bool:
         return first != second and self.not_after(first, second)
 
-    def by_backward(self, layers: Iterable[int]) -> list[int]:
-        """The layers as their backwards come; where that is not told, the last first, as in a plain model."""
-        if self._place is None:
-            return sorted(layers, reverse=True)
-        place = self._place
-        return sorted(layers, key=lambda layer: place[Moment(layer, True)])
+    def time(self, moment: Moment) -> tuple[int, ...]:
+        """A number, or two, that is smaller for a moment that comes earlier.
 
-    def by_time(self, moments: Iterable[Moment]) -> list[Moment]:
-        """The moments as they come; where that is not told, forwards before backwards, as in a plain model."""
+        Where that is not told, as in a plain model: forwards before backwards, and these from the last layer on.
+        """
         if self._place is None:
-            return sorted(moments, key=lambda m: (m.backward, -m.layer if m.backward else m.layer))
-        return sorted(moments, key=self._place.__getitem__)
+            return moment.backward, -moment.layer if moment.backward else moment.layer
+        return (self._place[moment],)
 
 
 def check_together(stays: Iterable[Stay]) -> None:
