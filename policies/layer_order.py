@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .base import Action, Offload, Release, Reload
-from .by_layer import Graph, LayerPolicy
+from .by_layer import LayerPolicy
+from .ledger import Graph
 
 
 class LayerOrderPolicy(LayerPolicy["_Graph"]):

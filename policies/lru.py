@@ -110,15 +110,13 @@ class LRUPolicy:
     def _start_leaving(self, *queues: _Queue) -> list[Action]:
         """Where too much stays, blocks of these begin to leave."""
         actions: list[Action] = []
-        if self._staying > self._budget // 2:
+        staying = self._on_device - self._leaving.nbytes
+        if staying > self._budget // 2:
             for queue in queues:
-                while self._staying > self._budget * 3 // 8 and (oldest := queue.first()) is not None:
+                while staying > self._budget * 3 // 8 and (oldest := queue.first()) is not None:
+                    staying -= oldest.nbytes
                     actions.append(self._offload(oldest))
         return actions
-
-    @property
-    def _staying(self) -> int:
-        return self._on_device - self._leaving.nbytes
 
     def _release_until(self, nbytes: int) -> list[Action]:
         """Releases leaving blocks until at most `nbytes` are on the device, or none is leaving."""
@@ -154,16 +152,14 @@ class LRUPolicy:
                 if not graph.back.takes(block, self._read_ahead):
                     break
                 if block.queue is not self._leaving:
-                    if self._staying + block.nbytes > self._budget:
+                    if self._on_device - self._leaving.nbytes + block.nbytes > self._budget:
                         break
                     releases += self._release_until(self._budget - block.nbytes)
                 self._recall(block, graph.back)
                 reloads.append(Reload(block.key))
-            while (
-                (block := self._next_away(graph)) is not None
-                and block.queue is not self._leaving
-                and graph.coming.takes(block, self._read_ahead)
-            ):
+            while (block := self._next_away(graph)) is not None and graph.coming.takes(block, self._read_ahead):
+                if block.queue is self._leaving:
+                    break
                 fetches += self._recall(block, graph.coming)
         return releases + reloads + fetches
 
@@ -200,22 +196,22 @@ class LRUPolicy:
     def _move(self, block: _Block, to: _Queue | None) -> None:
         """Moves the block from its queue to the end of another; None is out of all."""
         before, block.queue = block.queue, to
+        key, nbytes, graph = block.key, block.nbytes, block.graph
         if before is not None:
-            del before.blocks[block.key]
-            before.nbytes -= block.nbytes
-            self._on_device -= block.nbytes * before.on_device
+            del before.blocks[key]
+            before.nbytes -= nbytes
+            self._on_device -= nbytes * before.on_device
         if to is not None:
-            to.blocks[block.key] = block
-            to.nbytes += block.nbytes
-            self._on_device += block.nbytes * to.on_device
-        graph = block.graph
+            to.blocks[key] = block
+            to.nbytes += nbytes
+            self._on_device += nbytes * to.on_device
         if to is None or not to.away:
             if block.away is not None:
                 del graph.away[bisect_left(graph.away, block.away)]
                 block.away = None
         elif block.away is None:
             graph.left += 1
-            block.away = block.layer, graph.left, block.key
+            block.away = block.layer, graph.left, key
             insort(graph.away, block.away)
 
 
@@ -234,7 +230,7 @@ class _Block:
     away: tuple[int, int, int] | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Queue:
     """Blocks in the order in which they came.
 
@@ -259,7 +255,7 @@ class _Queue:
         return not self.blocks or self.nbytes + block.nbytes <= limit
 
 
-@dataclass
+@dataclass(slots=True)
 class _Graph:
     """One forward, and the progress of its backward.
 
