@@ -19,9 +19,9 @@ from examples.devices import find_device
 from tiered_mem.allocators import SlabPool
 from tiered_mem.device import Device
 from tiered_mem.errors import PinningFailed
-from tiered_mem.host_memory import pool_for
 from tiered_mem.host_tier import bytes_of
 from tiered_mem.sizes import parse_bytes
+from tiered_mem.tiers import chosen_pool
 
 SOURCES = {"npu": ("acl", "npurt", "acl-register"), "cuda": ("cuda", "cudart", "cuda-register")}
 PEER = "torch's own"
@@ -36,7 +36,7 @@ def main() -> None:
     pools: list[SlabPool] = []
     for name in (*SOURCES[kind], "pages"):
         try:
-            pools.append(pool_for(device, options.size, name, preallocate=True))
+            pools.append(chosen_pool(device, options.size, name, preallocate=True)[1])
         except PinningFailed as error:
             console.print(f"{name} is left out: {error}", highlight=False)
             continue

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tiered_mem.host_limit import HostLimit, cgroup_limits, host_limit, memlock_limit
+from tiered_mem.host_budget import HostLimit, cgroup_limits, host_limit, memlock_limit
 
 V1, V2 = "memory.limit_in_bytes", "memory.max"
 V1_UNLIMITED = str(2**63 - 4096)

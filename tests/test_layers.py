@@ -37,13 +37,13 @@ BELOW_SPILL = {"allocators", "errors", "sizes"}
 
 # tiered_mem/ from the bottom up: each file or package may import those of the rows above its own, and the leaves.
 ORDER = [
-    ["sizes", "host_limit", "interrupts", "stats", "wrappers"],
+    ["sizes", "interrupts", "stats", "wrappers"],
     ["errors", "host_budget"],
     ["spill", "turn"],
     ["device"],
     ["host_tier", "torch_memory", "trace"],
-    ["host_memory", "transfer"],
-    ["chosen_tiers", "fixed_slots"],
+    ["tiers", "transfer"],
+    ["fixed_slots"],
     ["shelf"],
     [*WINGS],
     ["report"],

@@ -1,4 +1,4 @@
-"""The accelerator: npu, cuda, or cpu as a plain fallback. The only file that knows which."""
+"""The accelerator: npu, cuda, or cpu as a plain fallback. Only tiers.py asks which too, to pin memory for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from .allocators import AclRuntime, node_of_pci
 from .errors import DeviceFailed, DeviceUnavailable
 
 _KNOWN = ("npu", "cuda", "cpu")
@@ -118,17 +117,6 @@ class Device:
         if isinstance(start, _Moment) and isinstance(end, _Moment):
             return end.at - start.at
         return cast(torch.Event, start).elapsed_time(cast(torch.Event, end)) / 1e3
-
-    def numa_node(self) -> int | None:
-        """The NUMA node that the device is attached to; None where it is unknown."""
-        if self.kind == "npu":
-            address = AclRuntime().pci_bus_id(self._number)
-        elif self.kind == "cuda":
-            properties = self._module.get_device_properties(self._number)
-            address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        else:
-            address = None
-        return None if address is None else node_of_pci(address)
 
     def below_peak(self) -> int:
         """The bytes of device memory that can be allocated without a new peak. 0 on the cpu."""

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from .allocators import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
+from .allocators.base import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
 from .device import Device, Event, Stream
 from .errors import DeviceFailed, TierFull
 

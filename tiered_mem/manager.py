@@ -21,8 +21,7 @@ from .activations.movable import Movable, Stayed
 from .activations.offload_context import OffloadContext
 from .activations.repeated_blocks import repeated_blocks
 from .activations.spiller import Spiller
-from .allocators import HostPool
-from .chosen_tiers import disk_tier, host_tier
+from .allocators.base import HostPool
 from .device import Device
 from .errors import DeviceFailed
 from .host_budget import HostBytes
@@ -36,6 +35,7 @@ from .report import flatten, summary
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
 from .stats import Counters, Stats
+from .tiers import disk_tier, host_tier
 from .trace.recorder import Trace, summary_rows
 from .transfer import TransferEngine
 from .turn import Turn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from .activations.block import Block, Place
-from .allocators import PoolStats
+from .allocators.base import PoolStats
 from .sizes import format_bytes
 from .spill.disk_record import DiskStats
 from .stats import REASONS, Counters, Moved, Stats

@@ -13,11 +13,11 @@ from tests.spill.faulty_files import FaultyFiles
 from tiered_mem.allocators import HostPool, PoolStats, Region, round_up
 from tiered_mem.device import Device
 from tiered_mem.fixed_slots import FixedSlots
-from tiered_mem.host_memory import pool_for
 from tiered_mem.host_tier import DeviceSlot, HostSlot, HostTier
 from tiered_mem.optimizer.residence import Residence
 from tiered_mem.shelf import Shelf, State
 from tiered_mem.spill.disk_tier import DiskTier
+from tiered_mem.tiers import chosen_pool
 from tiered_mem.transfer import Ticket, TransferEngine
 
 NBYTES = 200_001  # no multiple of anything
@@ -81,7 +81,7 @@ class Rig:
         self.engine = TransferEngine(self.device)
         self.lock = threading.Lock()
         self.exclusive = Guard(self.lock)
-        pool = pool_for(self.device, host_slots * SLOT, True, preallocate=False)
+        _, pool = chosen_pool(self.device, host_slots * SLOT, True, preallocate=False)
         self.pool = GuardedPool(pool, self.lock)
         self.host = HostTier(self.pool, self.device)
         self.files = DeclaredFaults()

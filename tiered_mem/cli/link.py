@@ -10,8 +10,8 @@ import torch
 
 from ..device import Device, Stream, default_device
 from ..errors import DeviceUnavailable
-from ..host_memory import chosen_pool
 from ..host_tier import bytes_of, is_pinned
+from ..tiers import chosen_pool, numa_node
 
 _BYTES = 64 << 20
 _COPIES, _ROUNDS = 2, 7
@@ -75,7 +75,7 @@ def _measured(device: Device) -> Link:
         to_device, from_device, both = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
         link = Link(
             device=str(torch.get_device_module(device.kind).get_device_name(device.torch_device)),
-            numa_node=device.numa_node(),
+            numa_node=numa_node(device),
             pin=pin,
             pinned=is_pinned(on_host),
             alignment=max(each for each in _ALIGNMENTS if slab.ptr % each == 0),

@@ -1,26 +1,29 @@
-"""Chooses the source of the host tier's memory, once, by asking torch what it recognises as pinned."""
+"""The tiers that a manager's arguments ask for, and where the host tier's memory comes from.
+
+Its source is chosen once, by asking torch what it recognises as pinned.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from typing import Any
 
-from .allocators import (
-    AclPinnedMemory,
-    AclRegistrar,
-    CudaPinnedMemory,
-    CudaRegistrar,
-    HostMemory,
-    LockedMemory,
-    OutOfHostMemory,
-    PageableMemory,
-    RegisteredMemory,
-    SlabPool,
-)
+import torch
+
+from .allocators.acl import AclPinnedMemory, AclRegistrar, AclRuntime
+from .allocators.base import HostMemory, HostPool, OutOfHostMemory
+from .allocators.cuda import CudaPinnedMemory, CudaRegistrar
+from .allocators.pages import LockedMemory, PageableMemory, node_of_pci
+from .allocators.registered import RegisteredMemory
+from .allocators.slab import SlabPool
 from .device import Device
 from .errors import PinningFailed
-from .host_tier import bytes_of, is_pinned
-from .sizes import format_bytes
+from .host_budget import HostBytes, host_budget, host_limit, local_processes, memlock_limit
+from .host_tier import HostTier, bytes_of, is_pinned
+from .sizes import format_bytes, parse_bytes
+from .spill.disk_tier import DiskTier
 from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
 
 _log = logging.getLogger("tiered_mem.host_memory")
@@ -50,15 +53,54 @@ _TRIED = {
 }
 
 
-def check_pin(pin: bool | str) -> None:
-    """Raises ValueError for a value that `pool_for` does not know."""
+def host_tier(
+    device: Device,
+    host_bytes: HostBytes,
+    pin: bool | str,
+    preallocate: bool | None,
+    host_pool: HostPool | None,
+    steps_in_flight: int,
+) -> HostTier:
+    """Arguments and errors are those of TieringManager."""
+    if not isinstance(steps_in_flight, int) or steps_in_flight < 1:
+        raise ValueError(f"steps_in_flight is {steps_in_flight!r}; it has to be 1 or more")
+    if host_pool is not None:
+        if (host_bytes, pin, preallocate) != (None, True, None):
+            raise ValueError("host_pool comes in place of host_bytes, pin and preallocate: give either it or these")
+        return HostTier(host_pool, device, steps_in_flight=steps_in_flight, owned=False)
     if not isinstance(pin, bool) and pin != "try" and pin not in _SOURCES:
         raise ValueError(f"pin={pin!r} is not known; say True, False, 'try', or one of {', '.join(_SOURCES)}")
+    limits = [host_limit(), memlock_limit() if pin == "locked" else None]
+    capacity = host_budget(host_bytes, limits=[each for each in limits if each], processes=local_processes())
+    if preallocate is None:
+        preallocate = host_bytes not in (None, "auto")
+    _, pool = chosen_pool(device, capacity, pin, preallocate=preallocate)
+    return HostTier(pool, device, steps_in_flight=steps_in_flight)
 
 
-def pool_for(device: Device, capacity: int, pin: bool | str, *, preallocate: bool) -> SlabPool:
-    """The pool of `chosen_pool`."""
-    return chosen_pool(device, capacity, pin, preallocate=preallocate)[1]
+def disk_tier(
+    spill_dir: str | os.PathLike[str] | None,
+    spill_bytes: int | str | None,
+    spill_write_budget: int | str | None,
+    spill_checksum: str | None,
+    disk: DiskTier | None,
+) -> DiskTier | None:
+    """Arguments and errors are those of TieringManager."""
+    described = (spill_dir, spill_bytes, spill_write_budget, spill_checksum) != (None, None, None, None)
+    if disk is not None:
+        if described:
+            raise ValueError("disk comes in place of the arguments that begin with spill: give either it or these")
+        return disk
+    if spill_dir is None:
+        if described:
+            raise ValueError("what begins with spill describes a disk tier, which needs a spill_dir as well")
+        return None
+    return DiskTier(
+        spill_dir,
+        capacity=None if spill_bytes is None else parse_bytes(spill_bytes),
+        write_budget=None if spill_write_budget is None else parse_bytes(spill_write_budget),
+        checksum=spill_checksum,
+    )
 
 
 def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: bool) -> tuple[str, SlabPool]:
@@ -70,7 +112,7 @@ def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: 
 
     Raises PinningFailed.
     """
-    node = device.numa_node()
+    node = numa_node(device)
     if pin is False or device.kind == "cpu":
         return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
     names = _TRIED[device.kind] if pin is True or pin == "try" else (str(pin),)
@@ -89,6 +131,18 @@ def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: 
         )
     _log.warning("host memory is not pinned, and the host waits at each copy: %s", tried)
     return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
+
+
+def numa_node(device: Device) -> int | None:
+    """The NUMA node that the device is attached to; None where it is unknown."""
+    if device.kind == "npu":
+        address = AclRuntime().pci_bus_id(device.torch_device.index)
+    elif device.kind == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device.torch_device)
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    else:
+        address = None
+    return None if address is None else node_of_pci(address)
 
 
 def _pool(source: HostMemory, capacity: int) -> SlabPool:
