@@ -10,7 +10,7 @@ from .by_layer import LayerPolicy
 from .ledger import Graph
 
 
-class LayerOrderPolicy(LayerPolicy["_Graph"]):
+class LayerOrderPolicy(LayerPolicy["_Plan"]):
     """Offloads the activations of the first `num_layers` layers; None means all of the model's.
 
     With k of N layers offloaded the device holds the activations of N - k layers, in forward and in backward, as
@@ -44,20 +44,20 @@ class LayerOrderPolicy(LayerPolicy["_Graph"]):
                 f"({num_layers}); use at most {num_layers}"
             )
 
-    def _graph(self, number: int, num_layers: int) -> _Graph:
-        return _Graph(number, num_layers, self._num_layers, self._in_flight)
+    def _graph(self, number: int, num_layers: int) -> _Plan:
+        return _Plan(number, num_layers, self._num_layers, self._in_flight)
 
-    def _begin(self, graph: _Graph, layer: int, backward: bool) -> list[Action]:
+    def _begin(self, graph: _Plan, layer: int, backward: bool) -> list[Action]:
         if backward:
             reloaded, fetched = graph.keys(graph.reloaded_by(layer)), graph.keys(graph.reloaded_after(layer))
             return [*map(Reload, reloaded), *self._ledger.fetch(fetched)]
         released = graph.released_by(layer)
         return self._offload(graph) + [Release(key) for key in graph.keys(released)]
 
-    def _offload(self, graph: _Graph) -> list[Action]:
+    def _offload(self, graph: _Plan) -> list[Action]:
         return [Offload(key) for key, layer in graph.take_leaving() if layer < graph.offloaded]
 
-    def _end(self, graph: _Graph) -> list[Action]:
+    def _end(self, graph: _Plan) -> list[Action]:
         away = (i for i in range(graph.offloaded) if i not in graph.reloaded)
         return self._offload(graph) + [Release(key) for key in graph.keys(away)]
 
@@ -66,7 +66,7 @@ class LayerOrderPolicy(LayerPolicy["_Graph"]):
 
 
 @dataclass
-class _Graph(Graph):
+class _Plan(Graph):
     """A graph with the times at which its layers move. `num_layers` grows where more run than were told."""
 
     num_layers: int

@@ -14,7 +14,7 @@ from .by_layer import LayerPolicy
 from .ledger import Graph
 
 
-class SynchronizationDictPolicy(LayerPolicy["_Graph"]):
+class SynchronizationDictPolicy(LayerPolicy["_Progress"]):
     """Offloads the layers that are keys of `schedule`, each at its own two moments.
 
     Layers are numbered by the order in which their forwards begin. A layer's copy to the host begins when its
@@ -62,10 +62,10 @@ class SynchronizationDictPolicy(LayerPolicy["_Graph"]):
             raise ValueError(f"order has {self._ordered_layers} layers, but the model has {num_layers}")
         self._check_layers_exist("the model", num_layers)
 
-    def _graph(self, number: int, num_layers: int) -> _Graph:
-        return _Graph(number)
+    def _graph(self, number: int, num_layers: int) -> _Progress:
+        return _Progress(number)
 
-    def _begin(self, graph: _Graph, layer: int, backward: bool) -> list[Action]:
+    def _begin(self, graph: _Progress, layer: int, backward: bool) -> list[Action]:
         moment = _Moment(layer, backward)
         due = dict.fromkeys(self._reloaded_at.get(moment, ()))
         if backward and layer in self._stays:
@@ -80,7 +80,7 @@ class SynchronizationDictPolicy(LayerPolicy["_Graph"]):
         actions += [Reload(key) for key in graph.keys(reloaded)]
         return [*actions, *self._ledger.fetch(graph.keys(self._fetched_at.get(moment, ())))]
 
-    def _offload(self, graph: _Graph) -> list[Action]:
+    def _offload(self, graph: _Progress) -> list[Action]:
         """Offloads the blocks of ended layers, and releases them at once where their release is past."""
         leaving = [
             (key, layer)
@@ -105,7 +105,7 @@ class SynchronizationDictPolicy(LayerPolicy["_Graph"]):
 
 
 @dataclass
-class _Graph(Graph):
+class _Progress(Graph):
     """A graph with the layers whose release is past. A moment that comes again changes nothing."""
 
     released: set[int] = field(default_factory=set)

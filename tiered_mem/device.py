@@ -107,14 +107,14 @@ class Device:
     def timed_event(self, stream: Stream) -> Event:
         """An event that is recorded on `stream` now. `elapsed` measures the time between two of them."""
         if self._module is None:
-            return _Moment()
+            return _InlineEvent()
         event = torch.Event(self.torch_device, enable_timing=True)
         event.record(cast(torch.Stream, stream))
         return cast(Event, event)
 
     def elapsed(self, start: Event, end: Event) -> float:
         """Seconds from one timed event to another. Both must have passed."""
-        if isinstance(start, _Moment) and isinstance(end, _Moment):
+        if isinstance(start, _InlineEvent) and isinstance(end, _InlineEvent):
             return end.at - start.at
         return cast(torch.Event, start).elapsed_time(cast(torch.Event, end)) / 1e3
 
@@ -190,7 +190,7 @@ class _InlineStream:
         """Nothing to wait for."""
 
 
-class _Moment:
+class _InlineEvent:
     """A timed event of the cpu, which has passed as soon as it is made."""
 
     def __init__(self) -> None:
