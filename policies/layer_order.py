@@ -55,7 +55,8 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
         return self._offload(graph) + [Release(key) for key in graph.keys(released)]
 
     def _offload(self, graph: _Plan) -> list[Action]:
-        return [Offload(key) for key, layer in graph.take_leaving() if layer < graph.offloaded]
+        offloaded = graph.offloaded
+        return [Offload(key) for key, layer in graph.take_leaving() if layer < offloaded]
 
     def _end(self, graph: _Plan) -> list[Action]:
         away = (i for i in range(graph.offloaded) if i not in graph.reloaded)
