@@ -130,7 +130,7 @@ class TieringManager:
                 self._store,
                 spiller=spiller,
                 trace=self._trace,
-                before=self._phases.bury,
+                before=self._phases.free,
                 after=self._optimizers.progress,
             )
             # Saved tensors keep these, and not the manager.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -16,13 +15,10 @@ from ..errors import OffloadRefused, TierFull
 from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
 from ..sizes import format_bytes
 from ..transfer import TransferEngine
-from .parked import HostCopy, Parked, keep_copy, kept_copy
-from .placeholder import away, send_away
+from .placeholder import HostCopy, Parked, away, send_away
 from .storages import HeldStorage, held_storages, members
 
 _log = logging.getLogger("tiered_mem.phases.modules")
-
-Reserve = Callable[[Sequence[tuple[int, torch.dtype]]], list[HostSlot]]
 
 
 class ModulePhases:
@@ -39,7 +35,7 @@ class ModulePhases:
         device: Device,
         host: HostTier,
         engine: TransferEngine,
-        reserve: Reserve,
+        reserve: Callable[[Sequence[tuple[int, torch.dtype]]], list[HostSlot]],
     ) -> None:
         self._device = device
         self._host = host
@@ -58,9 +54,10 @@ class ModulePhases:
         Raises OffloadRefused and TierFull, before anything has changed.
         """
         self._away(module)  # whether another manager has a part of it
-        with _plainly():
+        with torch.inference_mode(False), torch.no_grad():
             moves = self._with_room(held_storages(module, self._device, gradients=gradients))
-            self._copy(moves)
+            if moves:
+                self._copy(moves)
             for held, copy in moves:
                 self._park(held, copy, type(module).__name__, owner)
 
@@ -69,18 +66,35 @@ class ModulePhases:
 
         Raises torch.OutOfMemoryError; then all of it stays away.
         """
-        with _plainly():
+        with torch.inference_mode(False), torch.no_grad():
             self._bring(self._away(module))
 
     def close(self) -> None:
         """Brings back what the device has room for. What stays away is copied to memory that is not pinned."""
         self._closed = True
-        with _plainly():
-            self._bring_all()
-        self.bury()
+        left = []
+        with torch.inference_mode(False), torch.no_grad():
+            for parked in [parked for parked in self._parked if not parked.orphaned]:
+                try:
+                    self._bring([parked])
+                except torch.OutOfMemoryError:
+                    left.append(parked)
+            for parked in left:
+                parked.orphaned = True
+                pinned = parked.copy.slot
+                slot = self._host.overflow([(pinned.tensor.nbytes, pinned.tensor.dtype)])[0]
+                slot.tensor.copy_(pinned.tensor)
+                self._host.release(pinned, None)
+                parked.copy.slot = slot
+        if left:
+            size = format_bytes(sum(parked.copy.slot.tensor.nbytes for parked in left))
+            _log.error("the manager is closed, and the device has no room for %s that were offloaded", size)
+        for copy in set(self._copies) - {parked.copy for parked in self._parked}:
+            copy.drop()
+        self.free()
 
-    def bury(self) -> None:
-        """Gives back the host memory of what has died."""
+    def free(self) -> None:
+        """Frees the host memory of what has died."""
         while self._unused:
             self._host.release(*self._unused.popleft())
 
@@ -89,38 +103,18 @@ class ModulePhases:
         parked = list(self._parked)
         return {
             "parked.storages.current": len(parked),
-            "parked.bytes.current": sum(each.nbytes for each in parked),
-            "parked.host_bytes.current": sum(copy.slot.tensor.nbytes for copy in self._copies if not copy.given_up),
+            "parked.bytes.current": sum(each.copy.slot.tensor.nbytes for each in parked),
+            "parked.host_bytes.current": sum(copy.slot.tensor.nbytes for copy in self._copies if not copy.dropped),
         }
 
-    def _bring_all(self) -> None:
-        left = []
-        for parked in [parked for parked in self._parked if not parked.orphaned]:
-            try:
-                self._bring([parked])
-            except torch.OutOfMemoryError:
-                left.append(parked)
-        for parked in left:
-            parked.orphaned = True
-            slot = self._host.overflow([(parked.nbytes, parked.dtype)])[0]
-            slot.tensor.copy_(parked.copy.slot.tensor)
-            self._host.release(parked.copy.slot, None)
-            parked.copy.slot = slot
-        if left:
-            size = format_bytes(sum(parked.nbytes for parked in left))
-            _log.error("the manager is closed, and the device has no room for %s that were offloaded", size)
-        for copy in set(self._copies) - {parked.copy for parked in self._parked}:
-            copy.give_up()
-
     def _away(self, module: torch.nn.Module) -> list[Parked]:
-        """What of the module is away, gradients that it has let go of meanwhile among it."""
+        """What of the module is away, gradients that it has dropped meanwhile among it."""
         tensors = [member.tensor for member in members(module, gradients=True)]
-        homes = [known.home for tensor in tensors if (known := away(tensor)) is not None]
-        found = dict.fromkeys(home for home in homes if isinstance(home, Parked))
+        found = dict.fromkeys(known.parked for tensor in tensors if (known := away(tensor)) is not None)
         if not self._parked.issuperset(found):
             raise OffloadRefused("a part of the module was offloaded by another manager: call reload() of that")
         ids = set(map(id, tensors))
-        gradients = (parked for parked in self._parked if id(parked.parameter()) in ids)
+        gradients = (each for each in self._parked if each.parameter is not None and id(each.parameter()) in ids)
         return list(found | dict.fromkeys(gradients))
 
     def _with_room(self, held: Sequence[HeldStorage]) -> list[tuple[HeldStorage, HostCopy]]:
@@ -128,10 +122,9 @@ class ModulePhases:
         copies = {each: copy for each in held if (copy := self._kept(each)) is not None}
         missing = [each for each in held if each not in copies]
         nbytes = sum(each.nbytes for each in missing)
-        stats = self._host.pool_stats()
         new: list[HostSlot] = []
         try:
-            if stats.capacity is not None and nbytes > stats.capacity:
+            if not self._host.can_hold(nbytes):
                 raise self._full(nbytes)
             for group in groups(missing):
                 new += self._reserve([(each.nbytes, each.dtype) for each in group])
@@ -159,15 +152,15 @@ class ModulePhases:
         )
 
     def _kept(self, held: HeldStorage) -> HostCopy | None:
-        copy = kept_copy(held)
-        if copy is None or copy not in self._copies or copy.given_up:
+        """The host memory that it had the last time, if that is this manager's and fits."""
+        copies, place = held.kept()
+        copy = copies.get(place)
+        if copy is None or copy not in self._copies or copy.dropped:
             return None
         fits = copy.slot.tensor.nbytes == held.nbytes and copy.slot.tensor.dtype is held.dtype
         return copy if fits else None
 
     def _copy(self, moves: Sequence[tuple[HeldStorage, HostCopy]]) -> None:
-        if not moves:
-            return
         stream = self._device.current_stream()
         try:
             for _, copy in moves:
@@ -180,26 +173,25 @@ class ModulePhases:
             raise
 
     def _park(self, held: HeldStorage, copy: HostCopy, module: str, owner: object) -> None:
-        keep_copy(held, copy)
-        marks = dict(vars(held.storage))
+        copies, place = held.kept()
+        copies[place] = copy
         parameter = held.members[0].parameter
-        of = _nothing if parameter is None else TensorWeakRef(parameter)
-        parked = Parked(copy, held.nbytes, held.dtype, marks, owner, of)
+        of = None if parameter is None else TensorWeakRef(parameter)
+        tensors = [TensorWeakRef(member.tensor) for member in held.members]
+        parked = Parked(copy, tensors, dict(vars(held.storage)), owner, of)
         copy.event = None
         self._parked.add(parked)
         for member in held.members:
-            parked.tensors.append(TensorWeakRef(member.tensor))
             send_away(member.tensor, f"{member.name} of {module}", parked)
 
     def _bring(self, parked: Sequence[Parked]) -> None:
-        if not parked:
-            return
         stream = self._device.current_stream()
         moves: list[tuple[HostSlot, DeviceSlot, None]] = []
         try:
             for each in parked:
                 host = each.copy.slot
-                moves.append((host, DeviceSlot(self._device.empty(each.nbytes, each.dtype), stream), None))
+                nbytes, dtype = host.tensor.nbytes, host.tensor.dtype
+                moves.append((host, DeviceSlot(self._device.empty(nbytes, dtype), stream), None))
             tickets = self._engine.reload(moves)
         except BaseException as error:
             if not isinstance(error, torch.OutOfMemoryError):
@@ -211,15 +203,4 @@ class ModulePhases:
             each.copy.event = ticket.event
             each.restore(slot.tensor)
             if self._closed:
-                each.copy.give_up()
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """Inside, tensors are made that autograd and later work can use, whatever mode the caller is in."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def _nothing() -> None:
-    """What is no parameter's gradient."""
+                each.copy.drop()

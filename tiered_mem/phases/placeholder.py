@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
+from ..device import Event
 from ..errors import Offloaded
-
-
-class Home(Protocol):
-    """The place of the bytes. A tensor that is away keeps it alive."""
-
-    @property
-    def advice(self) -> str:
-        """How the user gets the tensor back."""
+from ..host_tier import HostSlot
+from ..interrupts import uninterrupted
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
-    """What a tensor that is away remembers.
+class Whereabouts:
+    """What a tensor that is away remembers. It keeps the bytes alive.
 
     name: such as "layers.0.weight of GPT".
     kind: its type.
@@ -35,17 +32,71 @@ class Away:
     kind: type[torch.Tensor]
     shape: torch.Tensor
     offset: int
-    home: Home
+    parked: Parked
     guard: RemovableHandle | None
 
-    def error(self) -> Offloaded:
-        return Offloaded(f"{self.name} is offloaded: {self.home.advice}")
+
+@dataclass(eq=False)
+class Parked:
+    """One storage that is away. Its tensors keep it, and not the other way round.
+
+    marks: the attributes of the storage.
+    owner: kept alive meanwhile.
+    parameter: the one whose gradient it is, or None.
+    orphaned: its manager was closed, and there was no room on the device.
+    """
+
+    copy: HostCopy
+    tensors: list[TensorWeakRef]
+    marks: dict[str, Any]
+    owner: object
+    parameter: TensorWeakRef | None
+    orphaned: bool = False
+
+    @property
+    def advice(self) -> str:
+        """How the user gets the tensors back."""
+        if self.orphaned:
+            return "its manager was closed when the device had no room for it. Free some, and call manager.reload()"
+        return "call manager.reload(module) before it is used"
+
+    def restore(self, flat: torch.Tensor) -> None:
+        """Makes its tensors views of new device memory, all of which `flat` covers."""
+        vars(flat.untyped_storage()).update(self.marks)
+        for reference in self.tensors:
+            tensor = reference()
+            if tensor is not None:
+                bring_back(tensor, flat)
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """Host memory for the bytes of one storage, from one cycle to the next.
+
+    unused: the list that takes its slot when nobody can want it any more.
+    event: the end of a copy that reads it.
+    """
+
+    slot: HostSlot
+    unused: deque[tuple[HostSlot, Event | None]]
+    event: Event | None = None
+    dropped: bool = False
+
+    def drop(self) -> None:
+        """Idempotent."""
+        if not self.dropped:
+            self.dropped = True
+            self.unused.append((self.slot, self.event))
+
+    @uninterrupted
+    def __del__(self) -> None:
+        self.drop()
 
 
 class _Refusing:
     """Raises Offloaded for every operation, and for everything that shows its contents."""
 
-    _tiered_mem_away: Away
+    _tiered_mem_away: Whereabouts
 
     @classmethod
     def __torch_function__(
@@ -57,7 +108,8 @@ class _Refusing:
                 return func(*args, **kwargs)
         if func in _OF_SHAPE and not kwargs.get("out"):
             return func(args[0]._tiered_mem_away.shape, *args[1:], **kwargs)
-        raise next(_all_away((args, kwargs))).error()
+        known = next(_all_away((args, kwargs)))
+        raise Offloaded(f"{known.name} is offloaded: {known.parked.advice}")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         away = self._tiered_mem_away
@@ -86,16 +138,16 @@ def can_go(tensor: torch.Tensor) -> bool:
     return type(tensor) in _AWAY
 
 
-def away(tensor: torch.Tensor) -> Away | None:
+def away(tensor: torch.Tensor) -> Whereabouts | None:
     """What a tensor that is away remembers; None for any other tensor."""
     return tensor._tiered_mem_away if isinstance(tensor, _Refusing) else None
 
 
-def send_away(tensor: torch.Tensor, name: str, home: Home) -> None:
-    """Takes the device memory from a tensor whose bytes `home` has. The tensor stays the same object."""
+def send_away(tensor: torch.Tensor, name: str, parked: Parked) -> None:
+    """Takes the device memory from a tensor whose bytes are parked. The tensor stays the same object."""
     kind = type(tensor)
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    known = Away(name, kind, shape, int(tensor.storage_offset()), home, _guard(tensor, name, home))
+    known = Whereabouts(name, kind, shape, int(tensor.storage_offset()), parked, _guard(tensor, name, parked))
     with torch.inference_mode(tensor.is_inference()):
         # Below Python nothing asks this class, as where a saved-tensor hook kept the tensor. A shape (0,) would
         # broadcast with a last dimension of 1, and the result might pass for right.
@@ -109,7 +161,7 @@ def bring_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
     flat: 1-dimensional, of the dtype of one of the tensors in that memory with the smallest elements.
     """
-    known: Away = tensor._tiered_mem_away  # type: ignore[attr-defined]
+    known: Whereabouts = tensor._tiered_mem_away  # type: ignore[attr-defined]
     tensor.__class__ = known.kind
     del tensor._tiered_mem_away  # type: ignore[attr-defined]
     if known.guard is not None:
@@ -126,18 +178,18 @@ def bring_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
         tensor.data = flat.as_strided(size, stride, known.offset)
 
 
-def _guard(tensor: torch.Tensor, name: str, home: Home) -> RemovableHandle | None:
+def _guard(tensor: torch.Tensor, name: str, parked: Parked) -> RemovableHandle | None:
     """A hook for graphs that only add to the tensor's gradient: nothing else would tell them."""
     if not tensor.requires_grad:
         return None
 
     def refuse(_gradient: torch.Tensor) -> None:
-        raise Offloaded(f"{name} is offloaded, and a backward computes its gradient: {home.advice}")
+        raise Offloaded(f"{name} is offloaded, and a backward computes its gradient: {parked.advice}")
 
     return tensor.register_hook(refuse)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _all_away(thing: object) -> Iterator[Away]:
+def _all_away(thing: object) -> Iterator[Whereabouts]:
     """The tensors that are away among a function's arguments."""
     if isinstance(thing, _Refusing):
         yield thing._tiered_mem_away
@@ -150,45 +202,18 @@ _T: Any = torch.Tensor
 _SET_GRADIENT = _T.grad.__set__
 # What torch still knows of the tensor, and what can be said of it before it is back.
 _HARMLESS = frozenset(
-    {
-        _T.requires_grad.__get__,
-        _T.requires_grad.__set__,
-        _T.requires_grad_,
-        _T.is_leaf.__get__,
-        _T.grad_fn.__get__,
-        _T.retains_grad.__get__,
-        _T.grad.__get__,
-        _T.dtype.__get__,
-        _T.device.__get__,
-        _T.layout.__get__,
-        _T.is_cpu.__get__,
-        _T.is_cuda.__get__,
-        _T.is_sparse.__get__,
-        _T.is_floating_point,
-        _T.is_complex,
-        _T.is_inference,
-        torch.is_floating_point,
-        torch.is_complex,
-        _T.register_hook,
-        _T.register_post_accumulate_grad_hook,
-    }
+    [
+        *(each.__get__ for each in (_T.requires_grad, _T.is_leaf, _T.grad_fn, _T.retains_grad, _T.grad)),
+        *(_T.requires_grad.__set__, _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook),
+        *(each.__get__ for each in (_T.dtype, _T.device, _T.layout, _T.is_cpu, _T.is_cuda, _T.is_sparse)),
+        *(_T.is_floating_point, _T.is_complex, _T.is_inference, torch.is_floating_point, torch.is_complex),
+    ]
 )
 # What only its shape says.
 _OF_SHAPE = frozenset(
-    {
-        _T.shape.__get__,
-        _T.size,
-        _T.stride,
-        _T.dim,
-        _T.ndim.__get__,
-        _T.ndimension,
-        _T.numel,
-        _T.nelement,
-        torch.numel,
-        _T.nbytes.__get__,
-        _T.itemsize.__get__,
-        _T.element_size,
-        _T.is_contiguous,
-        _T.__len__,
-    }
+    [
+        *(each.__get__ for each in (_T.shape, _T.ndim, _T.nbytes, _T.itemsize)),
+        *(_T.size, _T.stride, _T.is_contiguous, _T.dim, _T.ndimension, _T.__len__),
+        *(_T.numel, _T.nelement, torch.numel, _T.element_size),
+    ]
 )

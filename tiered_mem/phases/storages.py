@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,11 +11,15 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..device import Device
 from ..errors import OffloadRefused
-from .placeholder import away, can_go
+from .placeholder import HostCopy, away, can_go
+
+# Where the host memory of a storage waits for the next cycle: on the storage. New gradients come with new storages,
+# so that theirs waits on the parameter's.
+_COPIES = "_tiered_mem_copies"
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class ModuleTensor:
     """A tensor of a module. parameter: the parameter whose gradient it is."""
 
     name: str
@@ -28,7 +33,7 @@ class HeldStorage:
     carrier: the tensor in whose elements the bytes are counted. Trailing bytes short of an element are ignored.
     """
 
-    def __init__(self, members: list[Member]) -> None:
+    def __init__(self, members: list[ModuleTensor]) -> None:
         self.storage = members[0].tensor.untyped_storage()
         self.members = members
         self.carrier = min((member.tensor for member in members), key=lambda tensor: tensor.itemsize)
@@ -43,15 +48,30 @@ class HeldStorage:
         """The whole storage as a 1-dimensional tensor."""
         return self.carrier.detach().as_strided((self.nbytes // self.dtype.itemsize,), (1,), 0)
 
+    def kept(self) -> tuple[dict[int, HostCopy], int]:
+        """Where host memory waits for the storage's next cycle, or for a gradient in its place; and its key there.
 
-def members(module: torch.nn.Module, *, gradients: bool) -> Iterator[Member]:
+        The key is -1, and a gradient's is the offset of its parameter.
+        """
+        parameter = self.members[0].parameter
+        if parameter is None:
+            attributes, place = vars(self.storage), -1
+        elif (known := away(parameter)) is not None:
+            attributes, place = known.parked.marks, known.offset
+        else:
+            attributes, place = vars(parameter.untyped_storage()), int(parameter.storage_offset())
+        copies: dict[int, HostCopy] = attributes.setdefault(_COPIES, {})
+        return copies, place
+
+
+def members(module: torch.nn.Module, *, gradients: bool) -> Iterator[ModuleTensor]:
     """The module's parameters, buffers and gradients; each tensor once."""
     for name, parameter in module.named_parameters():
-        yield Member(name, parameter)
+        yield ModuleTensor(name, parameter)
         if gradients and parameter.grad is not None:
-            yield Member(f"{name}.grad", parameter.grad, parameter)
+            yield ModuleTensor(f"{name}.grad", parameter.grad, parameter)
     for name, buffer in module.named_buffers():
-        yield Member(name, buffer)
+        yield ModuleTensor(name, buffer)
 
 
 def held_storages(module: torch.nn.Module, device: Device, *, gradients: bool) -> list[HeldStorage]:
@@ -62,9 +82,9 @@ def held_storages(module: torch.nn.Module, device: Device, *, gradients: bool) -
         _check(member, device)
         base = member.tensor._base
         if base is not None and id(base) not in present:
-            present[id(base)] = Member(f"{member.name}._base", base)
+            present[id(base)] = ModuleTensor(f"{member.name}._base", base)
             _check(present[id(base)], device)
-    together: dict[int, list[Member]] = {}
+    together: dict[int, list[ModuleTensor]] = {}
     for member in present.values():
         together.setdefault(member.tensor.untyped_storage()._cdata, []).append(member)
     held = [HeldStorage(lying) for lying in together.values()]
@@ -81,7 +101,7 @@ def _moves(tensor: torch.Tensor, device: Device) -> bool:
     )
 
 
-def _check(member: Member, device: Device) -> None:
+def _check(member: ModuleTensor, device: Device) -> None:
     tensor = member.tensor
     if not can_go(tensor):
         reason = f"it is a {type(tensor).__qualname__}, and only plain tensors and parameters can leave"
@@ -98,22 +118,19 @@ def _check(member: Member, device: Device) -> None:
     raise OffloadRefused(f"{member.name} cannot be offloaded: {reason}")
 
 
-def _check_uses(held: Iterable[HeldStorage], present: Mapping[int, Member], device: Device) -> None:
+def _check_uses(held: Iterable[HeldStorage], present: Mapping[int, ModuleTensor], device: Device) -> None:
     """Refuses storages that others use too: their memory would not come free, nor would others see it come back."""
     # What torch counts for an object of ours by itself is found by looking at one.
-    alone = HeldStorage([Member("", torch.empty(1, device=device.torch_device))])
+    alone = HeldStorage([ModuleTensor("", torch.empty(1, device=device.torch_device))])
     per_storage = alone.uses() - 1
     per_tensor = _uses(alone.carrier)
-    views: dict[int, int] = {}
-    for member in present.values():
-        if member.tensor._base is not None:
-            views[id(member.tensor._base)] = views.get(id(member.tensor._base), 0) + 1
+    views = Counter(id(member.tensor._base) for member in present.values())
     for each in held:
         others = each.uses() - per_storage - len(each.members)
         if others > 0:
             raise _shared(each.members[0], f"{others} tensors that are not of the module use its memory")
         for member in each.members:
-            known = per_tensor + views.get(id(member.tensor), 0) + (member.parameter is not None)
+            known = per_tensor + views[id(member.tensor)] + (member.parameter is not None)
             if _uses(member.tensor) > known:
                 raise _shared(member, "something that is not of the module holds it")
 
@@ -130,7 +147,7 @@ def _uses(tensor: torch.Tensor) -> int:
     return uses
 
 
-def _shared(member: Member, found: str) -> OffloadRefused:
+def _shared(member: ModuleTensor, found: str) -> OffloadRefused:
     return OffloadRefused(
         f"{member.name} cannot be offloaded: {found}, such as a view, a flat buffer, a wrapper like "
         "DistributedDataParallel, or the graph of a forward whose backward has not run. Let go of it first"
