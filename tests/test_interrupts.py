@@ -26,12 +26,11 @@ from tiered_mem.policies import Action, Event, LayerOrderPolicy, LRUPolicy, Manu
 # What only reads, makes an object of its own, or does no more than call what is not interrupted.
 HARMLESS = {
     "backward_watch.py": ["gradient_is_there"],
-    "context.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
-    "offload_context.py": ["__init__"],
+    "__init__.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
     "disk_tier.py": ["capacity"],
     "layer_context.py": ["<lambda>", "__init__", "restart", "sync"],
     "layer_order.py": ["__init__", "check"],
-    "layer_state.py": ["__init__", "_keys", "get_offloaded_total_size_mb", "pop", "pop_tensor", "require"],
+    "layer_state.py": ["__init__", "_keys", "get_offloaded_total_size_mb", "pop_tensor"],
     "lru.py": ["check"],
     "manager.py": [
         "__enter__",
@@ -48,9 +47,11 @@ HARMLESS = {
     "saved_tensor.py": ["load"],
     "sizes.py": ["format_bytes", "parse_bytes"],
     "states.py": ["check"],
+    "offload_context.py": ["__init__"],
     "report.py": ["<genexpr>", "<listcomp>", "size", "summary"],
     "stayed.py": ["__init__", "<dictcomp>"],
     "synchronizers.py": ["__init__", "pop_tensor"],
+    "tensors.py": ["__init__", "pop", "require"],
     "tiered_optimizer.py": ["__contains__", "__getitem__", "__init__", "present", "state", "step"],
 }
 MAY_BE_INTERRUPTED = {f"{file}:{name}" for file, names in HARMLESS.items() for name in names}

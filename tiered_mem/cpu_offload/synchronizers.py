@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 
@@ -12,7 +12,7 @@ from ..host_budget import HostBytes
 from ..interrupts import uninterrupted
 from ..manager import TieringManager
 from ..policies import LayerOrderPolicy, ManualPolicy, Policy, SynchronizationDictPolicy
-from .layer_state import MIN_ELEMENTS, LayerMoves, Pushed, PushedTensors, device_of
+from .tensors import MIN_ELEMENTS, LayerMoves, Pushed, PushedTensors, device_of
 
 
 class OffloadSynchronizer:
@@ -20,7 +20,7 @@ class OffloadSynchronizer:
 
     num_layers: of one iteration; with several microbatches in flight, layers x microbatches. The layers are
         numbered in the order in which they begin, and after the last one the next is 0 again.
-    policy: decides when they move.
+    policy: decides when they move. None leaves that to the user.
     retain_pinned_cpu_buffers: host memory is kept in a pool and used again in any case.
     offload_stream: for the copies in both directions, in place of a stream for each.
     device, host_bytes: as for TieringManager; the device is the current accelerator by default.
@@ -32,13 +32,14 @@ class OffloadSynchronizer:
         retain_pinned_cpu_buffers: bool = False,
         offload_stream: torch.Stream | None = None,
         *,
-        policy: Policy,
+        policy: Policy | None = None,
         variable_depth: bool = False,
         device: str | torch.device | None = None,
         host_bytes: HostBytes = None,
     ) -> None:
         if num_layers < 1:
             raise ValueError(f"a model has at least one layer, not {num_layers}")
+        policy = ManualPolicy() if policy is None else policy
         policy.check(num_layers)
         self.num_layers = num_layers
         self.manager = TieringManager(
@@ -49,9 +50,13 @@ class OffloadSynchronizer:
         )
         movable = Movable(self.manager.device, (), self.manager.stayed(), min_elements=MIN_ELEMENTS)
         self.sequence = LayerSequence(self.manager.activations, movable, num_layers, variable_depth=variable_depth)
+        # The layers whose pushed tensors are taken over.
+        self._offloaded: Container[int] = range(num_layers)
         self._tensors = PushedTensors()
         self._graph: int | None = None
         self._backward_of: int | None = None
+        # What the user did by hand, by graph and layer.
+        self._moves: dict[tuple[int, int], LayerMoves] = {}
 
     @uninterrupted
     def fwd_step(self) -> int:
@@ -84,7 +89,7 @@ class OffloadSynchronizer:
         layer = self.sequence.layer
         if layer is None:
             raise RuntimeError("no layer's forward runs: call fwd_step first")
-        return self._tensors.push(self.sequence.forward, layer, tensor) if self._offloads(layer) else tensor
+        return self._tensors.push(self.sequence.forward, tensor) if layer in self._offloaded else tensor
 
     def pop_tensor(self, pushed: Pushed) -> torch.Tensor:
         """A pushed tensor, whatever layer is current. Raises RuntimeError if its layer was dropped."""
@@ -93,10 +98,6 @@ class OffloadSynchronizer:
     def get_offloaded_total_size_mb(self) -> float:
         """The size in MiB of the tensors that this iteration offloaded and still needs; they may be back."""
         return self.manager.activations.offloaded_bytes(self.sequence.keys()) / (1 << 20)
-
-    def _offloads(self, layer: int) -> bool:
-        """Whether the tensors that the layer pushes are taken over."""
-        return True
 
 
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
@@ -114,17 +115,13 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
     ) -> None:
         super().__init__(
             num_layers,
-            retain_pinned_cpu_buffers,
-            offload_stream,
+            offload_stream=offload_stream,
             policy=LayerOrderPolicy(num_offloaded_layers),
             variable_depth=True,
             device=device,
             host_bytes=host_bytes,
         )
-        self._num_offloaded_layers = num_offloaded_layers
-
-    def _offloads(self, layer: int) -> bool:
-        return layer < self._num_offloaded_layers
+        self._offloaded = range(num_offloaded_layers)
 
 
 class SynchronizationDictSynchronizer(OffloadSynchronizer):
@@ -140,18 +137,11 @@ class SynchronizationDictSynchronizer(OffloadSynchronizer):
         device: str | torch.device | None = None,
         host_bytes: HostBytes = None,
     ) -> None:
+        policy = SynchronizationDictPolicy(synchronization_dict)
         super().__init__(
-            num_layers,
-            retain_pinned_cpu_buffers,
-            offload_stream,
-            policy=SynchronizationDictPolicy(synchronization_dict),
-            device=device,
-            host_bytes=host_bytes,
+            num_layers, offload_stream=offload_stream, policy=policy, device=device, host_bytes=host_bytes
         )
         self._offloaded = frozenset(synchronization_dict)
-
-    def _offloads(self, layer: int) -> bool:
-        return layer in self._offloaded
 
 
 class ManualOffloadSynchronizer(OffloadSynchronizer):
@@ -160,25 +150,6 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
     A step out of order raises RuntimeError, and so does a layer that this iteration has not begun. Backward needs
     no step: it fetches what was not reloaded by then.
     """
-
-    def __init__(
-        self,
-        num_layers: int,
-        retain_pinned_cpu_buffers: bool = False,
-        offload_stream: torch.Stream | None = None,
-        *,
-        device: str | torch.device | None = None,
-        host_bytes: HostBytes = None,
-    ) -> None:
-        super().__init__(
-            num_layers,
-            retain_pinned_cpu_buffers,
-            offload_stream,
-            policy=ManualPolicy(),
-            device=device,
-            host_bytes=host_bytes,
-        )
-        self._moves: dict[tuple[int, int], LayerMoves] = {}
 
     @uninterrupted
     def start_offload_layer(self, layer_id: int) -> None:

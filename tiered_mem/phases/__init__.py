@@ -1,1 +1,1 @@
-"""Modules and optimizers that leave the device for a phase of a training."""
+"""Modules that leave the device for a phase of a training."""

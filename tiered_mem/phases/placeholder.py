@@ -64,8 +64,7 @@ class Parked:
         """Makes its tensors views of new device memory, all of which `flat` covers."""
         vars(flat.untyped_storage()).update(self.marks)
         for reference in self.tensors:
-            tensor = reference()
-            if tensor is not None:
+            if (tensor := reference()) is not None:
                 bring_back(tensor, flat)
 
 
