@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -155,8 +155,7 @@ class TieringManager:
         else:
             modules = list(layers)
         self._policy.check(len(modules))
-        movable = Movable(self.device, modules, self.stayed(), min_bytes=self._smallest(min_bytes))
-        return OffloadContext(self.activations, modules, movable)
+        return OffloadContext(self.activations, modules, self._movable(modules, min_bytes))
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str = 1 << 20, variable_depth: bool = True
@@ -171,7 +170,7 @@ class TieringManager:
         Raises ValueError where the policy does not suit that many layers.
         """
         self._policy.check(num_layers)
-        movable = Movable(self.device, (), self.stayed(), min_bytes=self._smallest(min_bytes))
+        movable = self._movable((), min_bytes)
         return LayerContext(LayerSequence(self.activations, movable, num_layers, variable_depth=variable_depth))
 
     @uninterrupted
@@ -258,14 +257,14 @@ class TieringManager:
         """What counts, for a context of this manager, what stays on the device."""
         return Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy))
 
-    def _smallest(self, min_bytes: int | str) -> int:
+    def _movable(self, layers: Sequence[torch.nn.Module], min_bytes: int | str) -> Movable:
         nbytes = parse_bytes(min_bytes)
         if self._disk is not None and self._disk.capacity < nbytes:
             raise ValueError(
                 f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
                 f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
             )
-        return nbytes
+        return Movable(self.device, layers, self.stayed(), min_bytes=nbytes)
 
     @uninterrupted
     def stats(self) -> Stats:
@@ -279,9 +278,14 @@ class TieringManager:
             stats = flatten(self._counters, self._host.pool_stats(), self._host.slots, blocks, disk)
             return stats | self._phases.stats()
 
+    @uninterrupted
     def memory_summary(self) -> str:
         """The stats as a table: what moved, and with trace=True how much of it was hidden and who waited."""
-        return summary(str(self.device.torch_device), self.stats(), self._overlap())
+        stats, overlap = self.stats(), [("overlap", "not measured: it takes trace=True")]
+        if self._trace is not None:
+            with self._turn:
+                overlap = summary_rows(self._trace.figures())
+        return summary(str(self.device.torch_device), stats, overlap)
 
     @uninterrupted
     def export_trace(self, path: str | os.PathLike[str]) -> None:
@@ -349,13 +353,6 @@ class TieringManager:
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""
         self.activations.act(actions)
-
-    @uninterrupted
-    def _overlap(self) -> list[tuple[str, str]]:
-        with self._turn:
-            if self._trace is None:
-                return [("overlap", "not measured: it takes trace=True")]
-            return summary_rows(self._trace.figures())
 
 
 def _abandon(engine: TransferEngine, host: HostTier, disk: DiskTier | None, interrupts: Interrupts) -> None:
