@@ -12,7 +12,6 @@ import torch
 
 from tiered_mem import TieringManager
 from tiered_mem.activations.forward_pass import ForwardPass
-from tiered_mem.activations.movable import Movable
 from tiered_mem.policies import LayerOrderPolicy
 
 NBYTES = 1 << 16
@@ -45,7 +44,7 @@ class Pass:
     """A forward and a backward of layers that save tensors, call by call. All of them leave the device."""
 
     def __init__(self, manager: TieringManager) -> None:
-        movable = Movable(manager.device, (), manager.stayed(), min_bytes=NBYTES)
+        movable = manager.movable(min_bytes=NBYTES)
         self._forward = ForwardPass(manager.activations, movable, LAYERS)
         self._manager = manager
         self._kind = manager.device.torch_device

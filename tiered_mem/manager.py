@@ -155,7 +155,7 @@ class TieringManager:
         else:
             modules = list(layers)
         self._policy.check(len(modules))
-        return OffloadContext(self.activations, modules, self._movable(modules, min_bytes))
+        return OffloadContext(self.activations, modules, self.movable(modules, min_bytes=min_bytes))
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str = 1 << 20, variable_depth: bool = True
@@ -170,7 +170,7 @@ class TieringManager:
         Raises ValueError where the policy does not suit that many layers.
         """
         self._policy.check(num_layers)
-        movable = self._movable((), min_bytes)
+        movable = self.movable(min_bytes=min_bytes)
         return LayerContext(LayerSequence(self.activations, movable, num_layers, variable_depth=variable_depth))
 
     @uninterrupted
@@ -253,18 +253,18 @@ class TieringManager:
                 f"{type(thing).__name__}"
             )
 
-    def stayed(self) -> Stayed:
-        """What counts, for a context of this manager, what stays on the device."""
-        return Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy))
-
-    def _movable(self, layers: Sequence[torch.nn.Module], min_bytes: int | str) -> Movable:
+    def movable(
+        self, layers: Sequence[torch.nn.Module] = (), *, min_bytes: int | str = 1, min_elements: int = 1
+    ) -> Movable:
+        """What judges saved tensors for one context. Raises ValueError where no block would fit the disk tier."""
         nbytes = parse_bytes(min_bytes)
         if self._disk is not None and self._disk.capacity < nbytes:
             raise ValueError(
                 f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
                 f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
             )
-        return Movable(self.device, layers, self.stayed(), min_bytes=nbytes)
+        stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy))
+        return Movable(self.device, layers, stayed, min_bytes=nbytes, min_elements=min_elements)
 
     @uninterrupted
     def stats(self) -> Stats:

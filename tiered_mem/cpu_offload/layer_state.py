@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from ..activations.forward_pass import ForwardPass
-from ..activations.movable import Movable
 from ..host_budget import HostBytes
 from ..interrupts import uninterrupted
 from ..manager import TieringManager
@@ -43,7 +42,7 @@ class OffloadableLayerState:
             host_bytes=host_bytes,
             transfer_stream=offload_stream,
         )
-        self._movable = Movable(self.manager.device, (), self.manager.stayed(), min_elements=MIN_ELEMENTS)
+        self._movable = self.manager.movable(min_elements=MIN_ELEMENTS)
         self._tensors = PushedTensors()
         self._moves = LayerMoves(self.manager.activations)
         self._forward: ForwardPass | None = None

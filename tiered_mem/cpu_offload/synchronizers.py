@@ -7,7 +7,6 @@ from collections.abc import Container, Mapping
 import torch
 
 from ..activations.layer_context import LayerSequence
-from ..activations.movable import Movable
 from ..host_budget import HostBytes
 from ..interrupts import uninterrupted
 from ..manager import TieringManager
@@ -48,7 +47,7 @@ class OffloadSynchronizer:
             host_bytes=host_bytes,
             transfer_stream=offload_stream,
         )
-        movable = Movable(self.manager.device, (), self.manager.stayed(), min_elements=MIN_ELEMENTS)
+        movable = self.manager.movable(min_elements=MIN_ELEMENTS)
         self.sequence = LayerSequence(self.manager.activations, movable, num_layers, variable_depth=variable_depth)
         # The layers whose pushed tensors are taken over.
         self._offloaded: Container[int] = range(num_layers)
