@@ -1,4 +1,4 @@
-"""Signals at each line of the product's code, and what they find."""
+"""Signals at each line of the product's code, what they find, and a training in which they come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
+from tests.models import Stack
+from tiered_mem import TieringManager
 from tiered_mem.interrupts import Interrupts, uninterrupted_codes
+from tiered_mem.policies import LRUPolicy
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = tuple(str(ROOT / folder) + "/" for folder in ("tiered_mem", "allocators", "policies"))
@@ -93,3 +98,22 @@ def name_of(code: CodeType) -> str:
 def _is_product(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     return file.startswith(FOLDERS) and not file.endswith("/interrupts.py")
+
+
+def spilling_manager(place: str, tmp_path: Path) -> TieringManager:
+    return TieringManager(
+        policy=LRUPolicy(device_bytes="8KiB"),
+        device=place,
+        host_bytes="256KiB",
+        spill_dir=tmp_path,
+        spill_bytes="16MiB",
+        trace=True,
+    )
+
+
+def train(manager: TieringManager, model: Stack, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    with manager.offload_context(model.layers, min_bytes=1):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -70,7 +70,7 @@ PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "m
 SHELF = code("shelf", "fixed_slots")
 OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
-TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts")
+TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts", "interrupt_sweep")
 SUBJECTS = (
     Subject(code("transfer", "host_tier", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
     Subject(
@@ -82,7 +82,7 @@ SUBJECTS = (
     Subject(code("modules", folder="phases/"), found_by(*PHASES)),
     Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
 )
-INTERRUPTS = ("tests/test_interrupts.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
+INTERRUPTS = ("tests/test_interrupt_sweep.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 LIST = Path(__file__).with_suffix(".txt")
 # pytest's exit codes. An interrupt that comes out of a test may end pytest itself.

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -15,178 +14,12 @@ import pytest
 import torch
 
 from tests.conftest import RACES
-from tests.interrupted import SIGNAL, Interrupt, Sweep, name_of
+from tests.interrupted import SIGNAL, Interrupt, spilling_manager, train
 from tests.models import Stack, eventually, is_empty, small_stack
 from tiered_mem import TieringManager
-from tiered_mem.cpu_offload import ManualOffloadSynchronizer, OffloadableLayerState, get_cpu_offload_context
 from tiered_mem.errors import Closed, Reentered
-from tiered_mem.interrupts import HeldBack, Interrupts, uninterrupted, uninterrupted_codes
-from tiered_mem.policies import Action, Event, LayerOrderPolicy, LRUPolicy, ManualPolicy, Offload
-
-# What only reads, makes an object of its own, or does no more than call what is not interrupted.
-HARMLESS = {
-    "backward_watch.py": ["gradient_is_there"],
-    "__init__.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
-    "disk_tier.py": ["capacity"],
-    "layer_context.py": ["<lambda>", "__init__", "restart", "sync"],
-    "layer_order.py": ["__init__", "check"],
-    "layer_state.py": ["__init__", "_keys", "get_offloaded_total_size_mb", "pop_tensor"],
-    "lru.py": ["check"],
-    "manager.py": [
-        "__enter__",
-        "__exit__",
-        "_movable",
-        "act",
-        "layer_context",
-        "offload_context",
-        "stayed",
-    ],
-    "manual.py": ["check"],
-    "movable.py": ["<listcomp>", "__init__"],
-    "saved_tensor.py": ["load"],
-    "sizes.py": ["format_bytes", "parse_bytes"],
-    "states.py": ["check"],
-    "offload_context.py": ["__init__"],
-    "stayed.py": ["__init__", "<dictcomp>"],
-    "synchronizers.py": ["__init__", "pop_tensor"],
-    "tensors.py": ["__init__", "pop", "require"],
-    "tiered_optimizer.py": ["__contains__", "__getitem__", "__init__", "present", "state", "step"],
-}
-MAY_BE_INTERRUPTED = {f"{file}:{name}" for file, names in HARMLESS.items() for name in names}
-
-
-def spilling_manager(place: str, tmp_path: Path) -> TieringManager:
-    return TieringManager(
-        policy=LRUPolicy(device_bytes="8KiB"),
-        device=place,
-        host_bytes="256KiB",
-        spill_dir=tmp_path,
-        spill_bytes="16MiB",
-        trace=True,
-    )
-
-
-def train(manager: TieringManager, model: Stack, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    with manager.offload_context(model.layers, min_bytes=1):
-        loss = model(x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def a_training(manager: TieringManager, place: str, folder: Path) -> None:
-    """Everything that a training may ask a manager for."""
-    model, x = small_stack(2, place)
-    with manager:
-        optimizer = manager.register_optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            bucket_bytes="8KiB",
-            residency="disk" if place == "cpu" else "host",
-        )
-        for _ in range(3):
-            train(manager, model, x, optimizer)
-        whole = manager.register_optimizer(torch.optim.SGD(model.parameters(), momentum=0.9), separable=False)
-        for _ in range(2):
-            train(manager, model, x, whole)
-        whole.state[model.layers[0].norm.weight]
-        with whole.present():
-            """The states are where the optimizer alone has them."""
-        more = torch.nn.Parameter(torch.ones(16, device=place))
-        optimizer.add_param_group({"params": [more]})
-        optimizer.load_state_dict(optimizer.state_dict())
-        manager.offload(model)
-        manager.reload(model)
-        forgotten = torch.nn.Linear(4, 4, device=place)
-        manager.offload(forgotten)
-        del forgotten
-        in_layer_contexts(manager, model, x)
-        manager.synchronize()
-        manager.stats()
-        manager.act([])
-        manager.export_trace(folder / "trace.json")
-        manager.memory_summary()
-        del optimizer, model
-
-
-def in_layer_contexts(manager: TieringManager, model: Stack, x: torch.Tensor) -> None:
-    context = manager.layer_context(len(model.layers), min_bytes=1)
-    with context:
-        model.layers[0](x)
-    context.restart()
-    for layer in model.layers:
-        with context:
-            x = layer(x)
-        x = context.sync(x)
-    x.sum().backward()
-
-
-def a_forgotten_manager(place: str) -> None:
-    TieringManager(policy=ManualPolicy(), device=place, host_bytes="256KiB")
-
-
-def by_the_drop_in(place: str) -> None:
-    x = torch.ones(512, 1024, device=place, requires_grad=True)
-    for manual in (False, True):
-        context, sync, *_ = get_cpu_offload_context(
-            enabled=True, num_layers=1, model_layers=3, manual_synchronization=manual, device=place
-        )
-        y = x
-        for _ in range(3):
-            with context:
-                y = (y * y).sin()
-            y = sync(y)
-        y.sum().backward()
-        context.offload_synchronizer.manager.close()
-
-
-def by_hand(place: str) -> None:
-    x = torch.ones(512, 1024, device=place)
-    synchronizer = ManualOffloadSynchronizer(2, device=place, host_bytes="16MiB")
-    pushed = []
-    for layer in range(2):
-        synchronizer.fwd_step()
-        pushed.append(synchronizer.push_tensor(x * 2))
-        synchronizer.start_offload_layer(layer)
-        synchronizer.release_activation_forward_gpu_memory(layer)
-    for layer in (1, 0):
-        synchronizer.start_reload_layer(layer)
-        synchronizer.bwd_step(layer)
-        synchronizer.pop_tensor(pushed[layer])
-    synchronizer.finish_part_of_bwd()
-    synchronizer.manager.close()
-
-
-def by_layer_states(place: str) -> None:
-    with TieringManager(policy=ManualPolicy(), device=place, host_bytes="16MiB") as manager:
-        state = OffloadableLayerState(manager=manager)
-        pushed = state.push_tensor(torch.ones(512, 1024, device=place))
-        state.start_offload()
-        state.release_activation_forward_gpu_memory()
-        state.start_reload()
-        state.pop_tensor(pushed)
-        state.get_offloaded_total_size_mb()
-        state.release_all_memory()
-
-
-def test_no_line_of_the_bookkeeping_sees_an_interrupt(device: str, tmp_path: Path) -> None:
-    """On the cpu backward runs in this thread, and on other devices in one of its own."""
-    sweep = Sweep()
-    for place in dict.fromkeys((device, "cpu")):
-        manager = spilling_manager(place, tmp_path)
-        sweep.run(partial(a_training, manager, place, tmp_path))
-    for work in (a_forgotten_manager, by_the_drop_in, by_hand, by_layer_states):
-        sweep.run(partial(work, "cpu"))
-    assert sweep.lines > 5000
-    assert sorted(sweep.inside - MAY_BE_INTERRUPTED) == []
-    # Without its mark each of the functions would have let one in.
-    assert sorted(set(map(name_of, uninterrupted_codes())) - sweep.alone) == []
-
-
-def test_a_sweep_can_fail() -> None:
-    """Without a manager nothing keeps a handler waiting."""
-    sweep = Sweep()
-    sweep.run(lambda: LayerOrderPolicy(3).check(4))
-    assert sweep.inside == {"layer_order.py:__init__", "layer_order.py:check"}
+from tiered_mem.interrupts import HeldBack, Interrupts, uninterrupted
+from tiered_mem.policies import Action, Event, LayerOrderPolicy, Offload
 
 
 @contextmanager

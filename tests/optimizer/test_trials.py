@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.optimizer.conftest import MakeTiered
+from tests.optimizer.strange_optimizers import Langevin
 from tests.optimizer.training import make_params
 
 
@@ -96,3 +97,12 @@ def test_a_trial_takes_the_memory_of_a_single_parameter(device: str, make_tiered
     make_tiered(torch.optim.AdamW(params), bucket_bytes="4MiB")
     assert module.memory_allocated() == before
     assert module.max_memory_allocated() - before <= 6 * max(param.nbytes for param in params)
+
+
+@pytest.mark.parametrize("separable", [None, True])
+def test_the_trial_leaves_generators_alone(separable: bool | None, device: str, make_tiered: MakeTiered) -> None:
+    generator = torch.Generator().manual_seed(5)
+    optimizer = Langevin(make_params(device), generator=generator)
+    before = generator.get_state()
+    make_tiered(optimizer, separable=separable)
+    assert torch.equal(generator.get_state(), before)
