@@ -22,12 +22,12 @@ class Turn(Generic[_Block]):
 
     Whoever takes the turn does so in a function that is `uninterrupted`.
 
-    let_go: called for each block on the list, in turn.
+    drop: called for each block on the list, in turn.
     interrupts: is asked to look for new handlers of signals, but by `take`: saved tensors come by thousands.
     """
 
-    def __init__(self, let_go: Callable[[_Block], None], interrupts: Interrupts) -> None:
-        self._let_go = let_go
+    def __init__(self, drop: Callable[[_Block], None], interrupts: Interrupts) -> None:
+        self._drop = drop
         self._interrupts = interrupts
         self._lock = threading.Lock()
         self._owner: int | None = None
@@ -66,7 +66,7 @@ class Turn(Generic[_Block]):
             self._owner = get_ident()
             try:
                 while self.dropped:
-                    self._let_go(self.dropped.popleft())
+                    self._drop(self.dropped.popleft())
             finally:
                 self._owner = None
                 self._lock.release()
