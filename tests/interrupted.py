@@ -72,6 +72,7 @@ class Sweep:
         try:
             self._asking = True
             signal.raise_signal(SIGNAL)
+            self._asking = False  # one that comes again while the stack is looked at would leave this function
         except Interrupt:
             self.inside.add(name_of(frame.f_code))
         else:
