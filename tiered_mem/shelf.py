@@ -18,7 +18,7 @@ from .transfer import Ticket
 _LOOK_AGAIN = 1e-3
 
 
-class State(Enum):
+class ParcelState(Enum):
     """What the slot of a parcel is about.
 
     AWAY: there is none. COMING: a read fills it, or did. TAKEN: somebody uses it. LEAVING: it is to be written, or
@@ -44,7 +44,7 @@ class Parcel:
 
     name: str
     nbytes: int
-    state: State = State.AWAY
+    state: ParcelState = ParcelState.AWAY
     record: Record | None = None
     slot: HostSlot | None = None
     newer: bool = False
@@ -90,7 +90,7 @@ class Shelf:
     @property
     def kept(self) -> int:
         """How many parcels are in host memory because the disk did not take them."""
-        return len(self._that_are(State.KEPT))
+        return len(self._that_are(ParcelState.KEPT))
 
     def parcel(self, name: str, nbytes: int) -> Parcel:
         """A new one, which has no bytes yet."""
@@ -102,7 +102,7 @@ class Shelf:
         self.slots.collect()
         if self._disk is None:
             return
-        for parcel in self._that_are(State.LEAVING):
+        for parcel in self._that_are(ParcelState.LEAVING):
             if parcel.write is None:
                 if parcel.last is None or parcel.last.event.query():
                     self._begin_write(parcel, self._disk)
@@ -110,7 +110,7 @@ class Shelf:
                 self._end_write(parcel, parcel.write)
                 if not parcel.newer:
                     self._vacate(parcel)
-        for parcel in self._that_are(State.KEPT):
+        for parcel in self._that_are(ParcelState.KEPT):
             if not self._disk.accepts(parcel.nbytes):
                 break
             self._begin_write(parcel, self._disk)
@@ -118,7 +118,7 @@ class Shelf:
     def wait(self) -> bool:
         """Waits for what will free a slot: a copy, or a write. False if nothing will. Raises DeviceFailed."""
         if not self.slots.wait():
-            leaving = self._that_are(State.LEAVING)
+            leaving = self._that_are(ParcelState.LEAVING)
             if not leaving:
                 return False
             first = leaving[0]
@@ -140,7 +140,7 @@ class Shelf:
         except BaseException:
             self.slots.give_back(slot)
             raise
-        self._place(parcel, slot, State.COMING)
+        self._place(parcel, slot, ParcelState.COMING)
 
     def take(self, parcel: Parcel, *, blank: bool) -> HostSlot:
         """The memory of a parcel that has a slot, until `put`. Waits for the file operation that uses it.
@@ -161,7 +161,7 @@ class Shelf:
                     raise error
                 finally:
                     del error  # or it and this frame would keep each other alive
-        parcel.state = State.TAKEN
+        parcel.state = ParcelState.TAKEN
         return parcel.memory
 
     def put(self, parcel: Parcel) -> None:
@@ -169,11 +169,11 @@ class Shelf:
         if not parcel.newer:
             self._vacate(parcel)
         elif parcel.slot is not None:
-            self._place(parcel, parcel.slot, State.KEPT if self._disk is None else State.LEAVING)
+            self._place(parcel, parcel.slot, ParcelState.KEPT if self._disk is None else ParcelState.LEAVING)
 
     def drop_clean(self) -> bool:
         """Frees the slot of the parcel that was read last, and is on disk still. False if there is none."""
-        coming = self._that_are(State.COMING)
+        coming = self._that_are(ParcelState.COMING)
         if coming:
             self._vacate(coming[-1])
         return bool(coming)
@@ -185,7 +185,7 @@ class Shelf:
         self._vacate(parcel)
         parcel.record = parcel.write = None
         parcel.newer = False
-        parcel.state = State.DROPPED
+        parcel.state = ParcelState.DROPPED
         self._parcels -= 1
         if not self._parcels:
             self.slots.close()
@@ -204,7 +204,7 @@ class Shelf:
         except (TierFull, Closed) as error:
             self._keep(parcel, str(error))
         else:
-            parcel.state = State.LEAVING
+            parcel.state = ParcelState.LEAVING
 
     def _end_write(self, parcel: Parcel, record: Record) -> None:
         """The write is done. If it failed, the bytes are in the slot only."""
@@ -218,7 +218,7 @@ class Shelf:
 
     def _keep(self, parcel: Parcel, refusal: str) -> None:
         self.refusal = refusal
-        parcel.state = State.KEPT
+        parcel.state = ParcelState.KEPT
         # The slot has all of the newer bytes. The older record's room may be just what the disk lacks.
         self._release(parcel.record)
         parcel.record = None
@@ -231,7 +231,7 @@ class Shelf:
         while not job.wait(_LOOK_AGAIN):
             self.poll()  # what has left the device meanwhile can be written
 
-    def _place(self, parcel: Parcel, slot: HostSlot, state: State) -> None:
+    def _place(self, parcel: Parcel, slot: HostSlot, state: ParcelState) -> None:
         parcel.slot = slot
         parcel.state = state
         self._in_slots.pop(parcel, None)
@@ -241,10 +241,10 @@ class Shelf:
         """The parcel has no slot any more, which is free when what is under way there has ended."""
         slot, last, job = parcel.slot, parcel.last, parcel.job
         parcel.slot = parcel.last = parcel.read = None
-        parcel.state = State.AWAY
+        parcel.state = ParcelState.AWAY
         self._in_slots.pop(parcel, None)
         if slot is not None:
             self.slots.give_back(slot, last, job)
 
-    def _that_are(self, state: State) -> list[Parcel]:
+    def _that_are(self, state: ParcelState) -> list[Parcel]:
         return [parcel for parcel in self._in_slots if parcel.state is state]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from torch.utils.hooks import RemovableHandle
 
 from ..interrupts import uninterrupted
-from .partial_step import Param
+from .layout import Param
 
 # The share of the parameters that may still be without a gradient.
 _LAST = 0.1
@@ -20,10 +20,12 @@ class BackwardWatch:
 
     Which is the last, of however many backwards, it has learned from the step before. Where that was different,
     `near_end` is called too early or not at all, and the next step is learned from.
+
+    near_end: a method, of an object that is not kept alive.
     """
 
-    def __init__(self, near_end: Callable[[], None]) -> None:
-        self._near_end = near_end
+    def __init__(self, near_end: Callable[[], object]) -> None:
+        self._near_end = weakref.WeakMethod(near_end)
         self._handles: list[RemovableHandle] = []
         self._order: list[Param] = []
         self._awaited: tuple[Param, int] | None = None
@@ -75,4 +77,5 @@ class BackwardWatch:
         self._count += 1  # there are hooks on this one parameter alone
         if self._count == self._awaited[1]:
             self._called = True
-            self._near_end()
+            if (near_end := self._near_end()) is not None:
+                near_end()

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..allocators import round_up
 from ..device import Device, Stream
 from ..errors import TierFull
-from ..fixed_slots import Exclusive
-from ..host_tier import DeviceSlot
+from ..fixed_slots import Exclusive, FixedSlots
+from ..host_tier import DeviceSlot, HostTier
+from ..shelf import Shelf
 from ..sizes import format_bytes
+from ..spill.disk_tier import DiskTier
 from ..transfer import Ticket, TransferEngine
-from .bucket import Bucket, Leaving
-from .layout import Movable
-from .pipeline import AHEAD
-from .residence import Residences
+from .bucket import Bucket, Residence, fetch_ahead
+from .layout import Param, Splitter, StateLayout
 
 _log = logging.getLogger("tiered_mem.optimizer")
+# Some are read, one is stepped, the next is on the device already, and some are written.
+_SLOTS = 8
+_SLOTS_FOR_LARGE = 3
 
 
 class BucketMover:
-    """Finds residences for buckets, sends them there and brings them back."""
+    """Finds residences for buckets, offloads them to these and reloads them. name: of the optimizer."""
 
     def __init__(
         self,
@@ -31,32 +35,47 @@ class BucketMover:
         engine: TransferEngine,
         exclusive: Exclusive,
         residences: Residences,
-        movable: Movable,
+        split: Splitter,
+        name: str,
     ) -> None:
         self._device = device
-        self._movable = movable
         self._engine = engine
         self._exclusive = exclusive
         self._residences = residences
+        self._split = split
+        self._name = name
 
-    def settle_down(self, buckets: Sequence[Bucket]) -> None:
+    def house(self, buckets: Sequence[Bucket]) -> None:
         """Gives each bucket that has anything to move a residence. Raises TierFull; then none has got one."""
         moving = [bucket for bucket in buckets if bucket.nbytes]
         residences = self._residences.make([bucket.nbytes for bucket in moving])
         for bucket, residence in zip(moving, residences, strict=True):
             bucket.residence = residence
 
-    def send_away(self, buckets: Sequence[Bucket]) -> None:
+    def house_anew(self, bucket: Bucket) -> bool:
+        """`house` for one whose states have changed their shapes. False without room for it, and it stays here."""
+        try:
+            self.house([bucket])
+        except TierFull as error:
+            _log.warning(
+                "%s of states of %s have changed their shapes, and stay on the device: %s",
+                *(format_bytes(bucket.nbytes), self._name, str(error)),
+            )
+            return False
+        return True
+
+    def offload(self, buckets: Sequence[Bucket]) -> None:
         """Copies to the residences what is on the device, and waits for that."""
         stream = self._device.current_stream()
         sent = [each for bucket in buckets if (each := self._send(bucket, stream)) is not None]
         if sent:
-            sent[-1].copied.wait()
+            last, _ = sent[-1]
+            last.wait()
 
-    def send_after_step(self, buckets: Sequence[Bucket], name: str) -> None:
+    def offload_after_step(self, buckets: Sequence[Bucket]) -> None:
         """Copies to the residences what is on the device, and has the current stream wait for that.
 
-        What there is no room for stays on the device, for the step is done. name: of the optimizer.
+        What there is no room for stays on the device, for the step is done.
         """
         stream = self._device.current_stream()
         for bucket in buckets:
@@ -64,29 +83,16 @@ class BucketMover:
                 sent = self._send(bucket, stream)
             except TierFull as error:
                 _log.warning(
-                    "%s of states of %s stay on the device: %s", format_bytes(bucket.nbytes), name, str(error)
+                    "%s of states of %s stay on the device: %s",
+                    *(format_bytes(bucket.nbytes), self._name, str(error)),
                 )
                 continue
             if sent is not None:
-                sent.copied.hold(stream)
+                sent[0].hold(stream)
                 del sent  # its memory is free for what comes next on the stream
-            self._residences.progress()
+            self._residences.poll()
 
-    def _send(self, bucket: Bucket, stream: Stream) -> _Sent | None:
-        residence = bucket.residence
-        if residence is None or not bucket.here():
-            return None
-        host = residence.take(blank=not bucket.away())
-        copied = None
-        try:
-            leaving = bucket.leave(host, stream, set(bucket.params), self._movable)
-            with self._exclusive:
-                copied = self._engine.offload(leaving.moves)
-        finally:
-            residence.leave(copied)
-        return _Sent(copied, leaving)
-
-    def bring_back(self, buckets: Sequence[Bucket]) -> None:
+    def reload(self, buckets: Sequence[Bucket]) -> None:
         """Copies to the device what is away. All or nothing: raises torch.OutOfMemoryError."""
         stream = self._device.current_stream()
         flats = {
@@ -95,12 +101,10 @@ class BucketMover:
             if bucket.away()
         }
         order = list(flats)
-        for index, (bucket, flat) in enumerate(flats.items()):
+        for index, (bucket, flat) in enumerate(flats.items(), start=1):
             if (residence := bucket.residence) is None:
                 continue
-            for ahead in order[index + 1 : index + 1 + AHEAD]:
-                if ahead.residence is not None:
-                    ahead.residence.fetch()
+            fetch_ahead(order[index:])
             host = residence.take(blank=False)
             came = None
             try:
@@ -111,31 +115,165 @@ class BucketMover:
             came.hold(stream)
             bucket.arrive(bucket.params, flat)
 
-    def replace(self, bucket: Bucket, name: str) -> bool:
+    def replace(self, bucket: Bucket) -> bool:
         """Finds another residence for a bucket whose states have other tensors by now, or other shapes.
 
         All of it is on the device then. Where there is no room for it, it stays there, and the answer is False.
-        name: of the optimizer.
         """
         old, bucket.residence = bucket.residence, None
         if old is not None and bucket.away():
             bucket.arrive(bucket.params, old.copy_out().to(self._device.torch_device))
-        bucket.lay_out(self._movable)
+        bucket.lay_out(self._split)
         if old is not None:
-            old.release()
+            old.drop()
+        return self.house_anew(bucket)
+
+    def _send(self, bucket: Bucket, stream: Stream) -> tuple[Ticket, object] | None:
+        """The copy, and what has to live until it has ended."""
+        residence = bucket.residence
+        if residence is None or not bucket.here():
+            return None
+        host = residence.take(blank=not bucket.away())
+        copied = None
         try:
-            self.settle_down([bucket])
-        except TierFull as error:
-            _log.warning(
-                "%s of states of %s have changed their shapes, and stay on the device: %s",
-                *(format_bytes(bucket.nbytes), name, str(error)),
-            )
-            return False
-        return True
+            moves, strangers = bucket.leave(host, stream, set(bucket.params), self._split)
+            with self._exclusive:
+                copied = self._engine.offload(moves)
+        finally:
+            residence.leave(copied)
+        return copied, (moves, strangers)
 
 
-class _Sent(NamedTuple):
-    """A bucket on its way to the host. leaving: is read until it is `copied`."""
+def pack(params: Iterable[tuple[Param, StateLayout]], limit: int, *, in_order: bool = False) -> list[Bucket]:
+    """Buckets for parameters and states of these layouts, of at most `limit` bytes unless one alone is larger.
 
-    copied: Ticket
-    leaving: Leaving
+    Each goes to the first bucket that has room, as the small ones between large ones would make many small buckets.
+    Parameters whose state has nothing that moves are in a bucket of 0 bytes, if any. in_order: all parameters stay
+    in the order in which they are given, whatever room is lost.
+    """
+    buckets: list[Bucket] = []
+    with_room: list[Bucket] = []
+    still = Bucket()
+    for param, layout in params:
+        if not layout.room and not in_order:
+            still.add(param, layout)
+            continue
+        for bucket in with_room:
+            if not layout.room or not bucket.room or bucket.room + layout.room <= limit:
+                break
+        else:
+            bucket = Bucket()
+            buckets.append(bucket)
+            with_room = [bucket] if in_order else [*with_room, bucket]
+        bucket.add(param, layout)
+        if bucket.room >= limit and not in_order:
+            with_room.remove(bucket)
+    return [*buckets, still] if still.params else buckets
+
+
+class Residences:
+    """Makes residences for buckets: on disk, by way of a few slots of host memory, or on the host, each in its own.
+
+    A shelf has slots of one size. They are reserved when residences are made, and are there until the last of them
+    is released: a step does not depend on what room the host tier has.
+
+    disk: None for the host. usual_bytes: buckets on disk that are larger share slots of their own.
+    """
+
+    def __init__(self, host: HostTier, disk: DiskTier | None, exclusive: Exclusive, usual_bytes: int) -> None:
+        self._host = host
+        self._disk = disk
+        self._exclusive = exclusive
+        self._usual_bytes = usual_bytes
+        self._shelves: list[Shelf] = []
+        self._numbers = itertools.count()
+        self._step = 0
+
+    def make(self, sizes: Sequence[int]) -> list[Residence]:
+        """One for each number of bytes. Raises TierFull; then there is none."""
+        self._shelves = [shelf for shelf in self._shelves if shelf.slots.count]
+        if self._disk is None:
+            advice = "it is for optimizer states: raise host_bytes, or put them on disk"
+            shelves = self._build([(size, 1) for size in sizes], advice)
+        else:
+            self._check_disk(self._disk, sum(sizes))
+            wanted = self._missing(sizes)
+            self._build(wanted, self._advice(wanted))
+            shelves = [self._fitting(size)[0] for size in sizes]
+        return [
+            Residence(shelf, size, f"states.{next(self._numbers)}")
+            for shelf, size in zip(shelves, sizes, strict=True)
+        ]
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that is taken."""
+        return sum(shelf.slots.count * shelf.slots.nbytes for shelf in self._shelves)
+
+    def step_begins(self) -> None:
+        """What is written from now on is of the next step."""
+        self._step += 1
+        for shelf in self._shelves:
+            shelf.step = self._step
+
+    def poll(self) -> None:
+        """Goes on with files that can go on. Does not wait."""
+        if self._disk is not None:
+            for shelf in self._shelves:
+                shelf.poll()
+
+    def wait(self) -> None:
+        """Waits until every file is written."""
+        for shelf in self._shelves:
+            shelf.poll()
+            while shelf.wait():
+                pass
+
+    def close(self) -> None:
+        """Gives all host memory back."""
+        for shelf in self._shelves:
+            shelf.close()
+
+    def _build(self, wanted: Sequence[tuple[int, int]], advice: str) -> list[Shelf]:
+        """Shelves with slots of so many bytes, and so many of them. Raises TierFull; then there is none."""
+        slots: list[FixedSlots] = []
+        try:
+            for nbytes, count in wanted:
+                slots.append(FixedSlots(self._host, self._exclusive, nbytes, count, advice))
+        except BaseException:
+            for each in slots:
+                each.close()
+            raise
+        new = [Shelf(each, self._disk, "optimizer", self._step) for each in slots]
+        self._shelves = sorted([*self._shelves, *new], key=lambda shelf: shelf.slots.nbytes)
+        return new
+
+    def _missing(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """The size of the slots, and their number, of the shelves that are to be there for these buckets."""
+        large = [size for size in sizes if size > self._usual_bytes]
+        usual = [size for size in sizes if size <= self._usual_bytes]
+        return [
+            (max(some), min(slots, len(some)))
+            for some, slots in ((large, _SLOTS_FOR_LARGE), (usual, _SLOTS))
+            if some and not self._fitting(max(some))
+        ]
+
+    def _fitting(self, nbytes: int) -> list[Shelf]:
+        """Those with slots that are large enough, the smallest first."""
+        return [shelf for shelf in self._shelves if shelf.slots.nbytes >= nbytes]
+
+    def _advice(self, wanted: Sequence[tuple[int, int]]) -> str:
+        with self._exclusive:
+            used = self._host.pool_stats().used
+        enough = used + sum(slots * round_up(nbytes) for nbytes, slots in wanted)
+        parts = " and ".join(f"{slots} of {format_bytes(nbytes)}" for nbytes, slots in wanted)
+        return (
+            f"optimizer states pass through slots of host memory on their ways to disk and back, {parts}: "
+            f"host_bytes={enough} ({format_bytes(enough)}) is the least that will do, or lower bucket_bytes"
+        )
+
+    def _check_disk(self, disk: DiskTier, nbytes: int) -> None:
+        used, limit = disk.stats().used, disk.capacity
+        if nbytes > limit:
+            advice = "it is for optimizer states: raise spill_bytes, or put them on the host"
+            raise TierFull("disk", needed=nbytes, free=limit - used, used=used, limit=limit, advice=advice)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -10,14 +13,10 @@ from ..device import Device, Stream
 from ..fixed_slots import Exclusive
 from ..host_tier import DeviceSlot, HostSlot
 from ..transfer import Ticket, TransferEngine
-from .bucket import Bucket
-from .layout import Movable
-from .partial_step import Param
-from .residence import Residence
-from .ring import Range, Ring
+from .bucket import Bucket, Residence, fetch_ahead
+from .layout import Param, Splitter
 
-# How many buckets a step is ahead with reads from disk.
-AHEAD = 3
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -30,15 +29,9 @@ class Pipeline:
     exclusive: inside, the engine may be called.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        engine: TransferEngine,
-        exclusive: Exclusive,
-        movable: Movable,
-    ) -> None:
+    def __init__(self, device: Device, engine: TransferEngine, exclusive: Exclusive, split: Splitter) -> None:
         self._device = device
-        self._movable = movable
+        self._split = split
         self._engine = engine
         self._exclusive = exclusive
         self._window: _Window | None = None
@@ -66,16 +59,14 @@ class Pipeline:
                 self._bring(bucket, changing[bucket], window_bytes)
                 if bucket.away(changing[bucket]):
                     raise RuntimeError("a bucket found no place in the window, though all before it have left")
-                following = buckets[index + 1 : index + 1 + AHEAD]
-                for ahead in following:
-                    if ahead.residence is not None and ahead.away(changing[ahead]):
-                        ahead.residence.fetch()
+                following = buckets[index + 1 :]
+                fetch_ahead(following, changing)
                 if following and (after := following[0].residence) is not None and after.ready:
                     # Some optimizers make the host wait in the middle of a step.
                     self._bring(following[0], changing[following[0]], window_bytes)
                 self._one(bucket, changing[bucket], step, replace)
         finally:
-            self.give_up()
+            self.drop()
 
     def prefetch(self, bucket: Bucket, window_bytes: int) -> None:
         """Begins to bring the first bucket of the step to come. Where that would take a wait, only to the host."""
@@ -86,8 +77,8 @@ class Pipeline:
             return
         self._bring(bucket, set(bucket.params), window_bytes)
 
-    def give_up(self) -> None:
-        """Whatever is still in the window is left as it was when it came, and the window's memory is given back."""
+    def drop(self) -> None:
+        """Whatever is still in the window is left as it was when it came, and the window's memory is freed."""
         window, self._window = self._window, None
         if window is not None:
             window.close(self._device.current_stream())
@@ -138,10 +129,11 @@ class Pipeline:
         fits = True
         try:
             fits = step(bucket)
-            if fits and (leaving := bucket.leave(host, stream, changing, self._movable)).moves:
+            moves, strangers = bucket.leave(host, stream, changing, self._split) if fits else ([], [])
+            if moves:
                 with self._exclusive:
-                    done = self._engine.offload(leaving.moves)
-                if leaving.strangers:
+                    done = self._engine.offload(moves)
+                if strangers:
                     # Their memory is free for the next bucket as soon as they are gone from here.
                     done.hold(stream)
         finally:
@@ -188,29 +180,82 @@ class _Window:
     def keep_only(self, buckets: Sequence[Bucket]) -> None:
         """What came for nothing leaves its place."""
         for bucket in [bucket for bucket in self.slots if bucket not in buckets]:
-            self._abandon(bucket)
+            self._drop(bucket)
 
     def close(self, stream: Stream) -> None:
         for bucket in list(self.slots):
-            self._abandon(bucket)
+            self._drop(bucket)
         for ticket in self._ring.waits():
             ticket.hold(stream)
         if stream.stream_id != self._stream.stream_id:
             # The memory goes back to the stream on which it was allocated.
             self._stream.wait_event(stream.record_event())
 
-    def _abandon(self, bucket: Bucket) -> None:
+    def _drop(self, bucket: Bucket) -> None:
         slot = self.slots.pop(bucket)
-        bucket.forget_flat()
+        bucket.drop_flat()
         slot.residence.leave(None, slot.came)
         slot.place.leave(slot.place.after if slot.came is None else [slot.came])
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
     """A bucket's place in the window, and its bytes on the host. came: the copy between the two."""
 
-    def __init__(self, place: Range[Ticket], residence: Residence, host: HostSlot) -> None:
-        self.place = place
-        self.residence = residence
-        self.host = host
-        self.came: Ticket | None = None
+    place: Range[Ticket]
+    residence: Residence
+    host: HostSlot
+    came: Ticket | None = None
+
+
+class Ring(Generic[T]):
+    """Hands out ranges of `nbytes` bytes, round and round.
+
+    A range is in use until its `leave` says what to wait for. From then on it may be handed out again, to one who
+    waits. Ranges are filled in the order in which they are taken: what one has waited for, no later one has to.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._ranges: deque[Range[T]] = deque()
+        self._next = 0
+
+    def take(self, nbytes: int) -> Range[T] | None:
+        """The next range; None as long as one that it would overlap is in use.
+
+        Raises ValueError for more bytes than the ring has.
+        """
+        if nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes of a ring of {self.nbytes}")
+        start = self._next if self._next + nbytes <= self.nbytes else 0
+        new: Range[T] = Range(start, start + nbytes)
+        before = [other for other in self._ranges if other.start < new.end and new.start < other.end]
+        for other in before:
+            if not other.left:
+                return None
+        for other in before:
+            new.after += other.waits
+            self._ranges.remove(other)
+        self._ranges.append(new)
+        self._next = new.end
+        return new
+
+    def waits(self) -> list[T]:
+        """What has to be waited for before the whole ring is anybody else's."""
+        return [wait for each in self._ranges for wait in each.waits]
+
+
+@dataclass(slots=True, eq=False)
+class Range(Generic[T]):
+    """Bytes of a ring. after: what to wait for before they are used."""
+
+    start: int
+    end: int
+    after: list[T] = field(default_factory=list)
+    waits: list[T] = field(default_factory=list)
+    left: bool = False
+
+    def leave(self, waits: list[T]) -> None:
+        """They are free for whoever waits for this."""
+        self.waits = waits
+        self.left = True

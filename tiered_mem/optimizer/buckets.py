@@ -1,0 +1,268 @@
+"""The states of one optimizer in buckets, and their steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..device import Device
+from ..errors import InterruptedStep
+from ..fixed_slots import Exclusive
+from ..transfer import TransferEngine
+from .bucket import Bucket, fetch_ahead
+from .bucket_mover import BucketMover, Residences, pack
+from .layout import Param, StateLayout, layout_of, with_tensors
+from .partial_step import PartialStep
+from .pipeline import Pipeline
+from .step_choice import StepChoice
+from .trial import OwnTensors, params_of
+
+
+class Buckets:
+    """The buckets of one optimizer. They are stepped one by one, or all at once where the optimizer has its states.
+
+    Not thread-safe.
+
+    residences: for the buckets, between steps.
+    bucket_bytes: half of the device memory that states pass through in a step, a parameter aside whose state is
+    larger. A bucket has at most half as much, so that one can come and one leave while one is stepped.
+    away: the states leave the device after a step.
+    separable: the optimizer may be stepped bucket by bucket, and is tried out unless that is known of it. False is
+    at once, with all states on the device; None is at once unless it is known.
+
+    all: the buckets, none before `adopt`. known: the parameters in them. choice: how steps are made. here: the
+    states are where the optimizer looks for them. broken: makes the error of a step that ended in the middle.
+
+    Raises NeedsAll for an optimizer that cannot be stepped bucket by bucket.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        engine: TransferEngine,
+        exclusive: Exclusive,
+        residences: Residences,
+        *,
+        bucket_bytes: int,
+        away: bool,
+        separable: bool | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self.residences = residences
+        self._bucket_bytes = bucket_bytes
+        self.choice = StepChoice(optimizer, device, separable)
+        self._split = self.choice.split
+        self._name = type(optimizer).__name__
+        self._mover = BucketMover(device, engine, exclusive, residences, self._split, self._name)
+        self._pipeline = Pipeline(device, engine, exclusive, self._split)
+        self._order: list[Any] = list(optimizer.state)
+        self.all: list[Bucket] = []
+        self.known: set[Param] = set()
+        self.away = away
+        self.here = False
+        self.broken: Callable[[], InterruptedStep] | None = None
+
+    def adopt(self) -> None:
+        """Takes over the parameters of the optimizer's groups that are new. See `States.adopt`."""
+        self._look()
+        self.choice.look_at_groups()
+        layouts: dict[Param, StateLayout] = {}
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param not in self.known and param not in layouts:
+                    layouts[param] = self.choice.trial.layout_of(param, group)
+        state = self._optimizer.state
+        before = dict(state)
+        buckets = self._packed(layouts.items())
+        try:
+            self._mover.house(buckets)
+            for bucket in buckets:
+                for param in bucket.params:
+                    if isinstance(state.get(param), dict):
+                        # Other dictionaries with the same tensors: those from before are there to go back to.
+                        bucket.states[param] = with_tensors(state.pop(param), lambda tensor: tensor)
+            self.drop_prefetch()
+            if self.away:
+                self._mover.offload(buckets)
+                self.residences.poll()
+        except BaseException:
+            _drop_residences(buckets)
+            state.clear()
+            state.update(before)
+            raise
+        self.known.update(layouts)
+        self.all += buckets
+
+    def step(self) -> None:
+        """Makes a step bucket by bucket. Raises InterruptedStep where it ends in the middle, and sets `broken`."""
+        self.choice.check_gradients()
+        self.residences.step_begins()
+        step_of = PartialStep(self._optimizer)
+        changing = {bucket: {param for param in bucket.params if param.grad is not None} for bucket in self.all}
+        begun = stepped = 0
+
+        def step(bucket: Bucket) -> bool:
+            nonlocal begun, stepped
+            self.residences.poll()
+            begun += bool(changing[bucket])
+            # What has no gradient and came along early is not taken back, and so not to be changed.
+            away = {param for param in bucket.states if bucket.away([param]) or param not in changing[bucket]}
+            here = {param: state for param, state in bucket.states.items() if param not in away}
+            bucket.states.update(step_of.step(bucket.params, here, away))
+            stepped += bool(changing[bucket])
+            return bucket.fits(self._split)
+
+        try:
+            self._pipeline.run(self.all, changing, step, self._replace, self.window_bytes)
+        except BaseException as error:
+            if not begun:
+                raise
+            self.broken = partial(InterruptedStep, self._name, stepped, len(self.all))
+            if isinstance(error, Exception):
+                raise self.broken() from error
+            raise
+
+    def bring(self) -> None:
+        """Brings all states to the device and into the optimizer's `state`.
+
+        Raises torch.OutOfMemoryError and what the residences raise; then nothing has changed.
+        """
+        self.drop_prefetch()
+        away = [bucket for bucket in self.all if bucket.away()]
+        try:
+            self._mover.reload(away)
+        except BaseException:
+            for bucket in away:
+                bucket.drop_flat()
+            raise
+        state = self._optimizer.state
+        everything = dict(state)
+        for bucket in self.all:
+            everything |= bucket.states
+        state.clear()
+        # Somebody may walk over them, and draw a random number for each.
+        state.update((key, everything.pop(key)) for key in self._order if key in everything)
+        state.update(everything)
+        self.here = True
+        self.residences.step_begins()
+
+    def take_over(self) -> None:
+        """Takes all states from the optimizer's `state`; the buckets may be others now.
+
+        What there is no room for stays on the device.
+        """
+        self.here = False
+        state = self._optimizer.state
+        self._order = list(state)
+        self._look()
+        renewed: list[Bucket] = []
+        for bucket in self.all:
+            # What is no dictionary is the optimizer's own business.
+            bucket.states = {
+                param: state.pop(param) for param in bucket.params if isinstance(state.get(param), dict)
+            }
+            fits = bucket.fits(self._split, every=isinstance(self._split, OwnTensors))
+            renewed += [bucket] if fits else self._repacked(bucket)
+        self.all = renewed
+        if self.away:
+            self._mover.offload_after_step(renewed)
+
+    def renew_all(self) -> None:
+        """Takes all states that have been loaded into the optimizer's `state`, in place of those before."""
+        for bucket in self.all:
+            bucket.drop_flat()
+        self.take_over()
+
+    def renew(self, bucket: Bucket) -> None:
+        """As `renew_all` for the parameters of one bucket, which has them and no others then."""
+        bucket.drop_flat()
+        state = self._optimizer.state
+        bucket.states = {param: state.pop(param) for param in bucket.params if param in state}
+        if not bucket.fits(self._split):
+            self._replace(bucket)
+        elif self.away:
+            self._mover.offload([bucket])
+
+    def offload(self) -> None:
+        """Everything leaves the device, and has left it when this returns. Raises what the residences raise."""
+        self.drop_prefetch()
+        self.away = True
+        self._mover.offload(self.all)
+
+    def reload(self) -> None:
+        """Everything is on the device again, and stays. All or nothing: raises torch.OutOfMemoryError."""
+        self._mover.reload(self.all)
+        self.away = False
+
+    def prefetch(self) -> None:
+        """Brings the first bucket of the next step to the device, if the memory is there."""
+        first = next((bucket for bucket in self.all if bucket.away()), None)
+        # Not on top of what backward needs: the peak stays what it is.
+        if first is not None and self.window_bytes <= self._device.below_peak():
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._pipeline.prefetch(first, self.window_bytes)
+
+    def drop_prefetch(self) -> None:
+        """What has come early for the next step goes."""
+        self._pipeline.drop()
+
+    def fetch(self) -> None:
+        """Begins to read from disk what the next step begins with. Does not wait."""
+        fetch_ahead(self.all)
+
+    def close(self) -> None:
+        """Frees all memory. The states are gone."""
+        self.drop_prefetch()
+        _drop_residences(self.all)
+        for bucket in self.all:
+            bucket.states.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """What all states take that can move."""
+        return sum(bucket.nbytes for bucket in self.all)
+
+    @property
+    def window_bytes(self) -> int:
+        """The device memory that states pass through in a step."""
+        # Room for one that comes, one that is stepped, one that leaves, and for what is lost where the ring ends.
+        largest = max((bucket.nbytes for bucket in self.all), default=0)
+        large = largest if largest > self._bucket_bytes // 2 else 0
+        return min(2 * self._bucket_bytes + large, self.nbytes)
+
+    def _look(self) -> None:
+        """Finds out which tensors can move of those that are in the optimizer's `state` now."""
+        if isinstance(self._split, OwnTensors):
+            grads = [param.grad for param in params_of(self._optimizer)]
+            flats = [bucket.flat for bucket in self.all if bucket.flat is not None]
+            self._split.look([vars(self._optimizer), grads], flats)
+
+    def _packed(self, layouts: Iterable[tuple[Param, StateLayout]]) -> list[Bucket]:
+        return pack(layouts, self._bucket_bytes // 2, in_order=self.choice.in_order)
+
+    def _repacked(self, old: Bucket) -> list[Bucket]:
+        """Buckets for states that have other tensors by now, or other shapes."""
+        _drop_residences([old])
+        buckets = self._packed(
+            (param, layout_of(param, old.states.get(param, {}), self._split)) for param in old.params
+        )
+        for bucket in buckets:
+            bucket.states = {param: old.states[param] for param in bucket.params if param in old.states}
+            self._mover.house_anew(bucket)
+        return buckets
+
+    def _replace(self, bucket: Bucket) -> None:
+        if self._mover.replace(bucket) and self.away:
+            self._mover.offload([bucket])
+
+
+def _drop_residences(buckets: Iterable[Bucket]) -> None:
+    for bucket in buckets:
+        if bucket.residence is not None:
+            bucket.residence.drop()
