@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -53,31 +54,19 @@ class Bucket:
 
     def here(self) -> bool:
         """Whether anything that could move is on the device."""
-        return any(
-            isinstance(leaf_at(self.states.get(param), field.path), torch.Tensor)
-            for param, fields in self.fields.items()
-            for field in fields
-        )
+        return any(isinstance(value, torch.Tensor) for _, _, value in self._values(self.params))
 
     def runs(self, params: Set[Param]) -> list[tuple[int, int]]:
         """The ranges of bytes that hold what is away of these parameters' states, neighbours joined."""
-        return _joined(
-            (field.parts[0].offset, field.parts[-1].end)
-            for param in self.params
-            if param in params and param in self.states
-            for field in self.fields.get(param, ())
-            if isinstance(leaf_at(self.states[param], field.path), AwayTensor)
-        )
+        return _joined(field.span for _, field, value in self._values(params) if isinstance(value, AwayTensor))
 
     def arrive(self, params: Iterable[Param], flat: torch.Tensor) -> None:
         """The bytes of what was away of these parameters are in `flat`: their states are views of it."""
         self.flat = flat
-        for param in params:
-            state = self.states.get(param)
-            for field in self.fields.get(param, ()):
-                if isinstance(leaf_at(state, field.path), AwayTensor):
-                    view = self._views[param, field.path] = field.of(flat)
-                    put_leaf(state, field.path, view)
+        for param, field, value in self._values(params):
+            if isinstance(value, AwayTensor):
+                view = self._views[param, field.path] = field.of(flat)
+                put_leaf(self.states[param], field.path, view)
 
     def fits(self, split: Splitter, *, every: bool = False) -> bool:
         """Whether the states that are on the device are as `fields` says. An optimizer may change their shapes.
@@ -106,13 +95,10 @@ class Bucket:
     def copies(self) -> dict[Param, State]:
         """Copies of the states on the CPU. Waits. Raises what `Residence.take` does."""
         cpu = self.residence.copy_out() if self.residence is not None and self.away() else None
-        copies: dict[Param, State] = {}
-        for param in self.params:
-            if param in self.states:
-                copies[param] = on_cpu(self.states[param])
-                for field in self.fields.get(param, ()):
-                    if cpu is not None and isinstance(leaf_at(copies[param], field.path), AwayTensor):
-                        put_leaf(copies[param], field.path, field.of(cpu).clone())
+        copies = {param: on_cpu(self.states[param]) for param in self.params if param in self.states}
+        for param, field, value in self._values(self.params):
+            if cpu is not None and isinstance(value, AwayTensor):
+                put_leaf(copies[param], field.path, field.of(cpu).clone())
         return copies
 
     def leave(
@@ -128,22 +114,19 @@ class Bucket:
         moves: list[tuple[DeviceSlot, HostSlot]] = []
         in_place: list[tuple[int, int]] = []
         strangers: list[torch.Tensor] = []
-        for param in self.params:
-            state = self.states.get(param)
-            for field in self.fields.get(param, ()):
-                value = leaf_at(state, field.path)
-                if not isinstance(value, torch.Tensor):
-                    continue
-                if value is self._views.get((param, field.path)):
-                    if param in changed:
-                        in_place.append((field.parts[0].offset, field.parts[-1].end))
-                    continue
-                pieces = split(value)
-                for part, tensor in zip(field.parts, pieces.tensors if pieces else (), strict=True):
-                    to = HostSlot(host.tensor[part.offset : part.offset + part.nbytes], host.lease)
-                    moves.append((DeviceSlot(_as_bytes(tensor), stream), to))
-                strangers.append(value)
-                put_leaf(state, field.path, AwayTensor())
+        for param, field, value in self._values(self.params):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value is self._views.get((param, field.path)):
+                if param in changed:
+                    in_place.append(field.span)
+                continue
+            pieces = split(value)
+            for part, tensor in zip(field.parts, pieces.tensors if pieces else (), strict=True):
+                to = HostSlot(host.tensor[part.offset : part.offset + part.nbytes], host.lease)
+                moves.append((DeviceSlot(_as_bytes(tensor), stream), to))
+            strangers.append(value)
+            put_leaf(self.states[param], field.path, AwayTensor())
         if self.flat is not None:
             for start, end in _joined(in_place):
                 to = HostSlot(host.tensor[start:end], host.lease)
@@ -158,6 +141,12 @@ class Bucket:
                 put_leaf(self.states[param], path, AwayTensor())
         self._views.clear()
         self.flat = None
+
+    def _values(self, params: Iterable[Param]) -> Iterator[tuple[Param, Field, Any]]:
+        """What is where the fields of these parameters are, None where there is nothing."""
+        for param in params:
+            for field in self.fields.get(param, ()):
+                yield param, field, leaf_at(self.states.get(param), field.path)
 
     def _append(self, param: Param, fields: tuple[Field, ...]) -> None:
         if fields:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..device import Device
-from ..errors import InterruptedStep
+from ..device import Device, Stream
+from ..errors import InterruptedStep, TierFull
 from ..fixed_slots import Exclusive
+from ..sizes import format_bytes
 from ..transfer import TransferEngine
-from .bucket import Bucket, fetch_ahead
-from .bucket_mover import BucketMover, Residences, pack
+from .bucket import Bucket
 from .layout import Param, StateLayout, layout_of, with_tensors
 from .partial_step import PartialStep
 from .pipeline import Pipeline
+from .residences import Residences, pack
 from .step_choice import StepChoice
-from .trial import OwnTensors, params_of
+
+_log = logging.getLogger("tiered_mem.optimizer")
 
 
 class Buckets:
@@ -59,7 +62,6 @@ class Buckets:
         self.choice = StepChoice(optimizer, device, separable)
         self._split = self.choice.split
         self._name = type(optimizer).__name__
-        self._mover = BucketMover(device, engine, exclusive, residences, self._split, self._name)
         self._pipeline = Pipeline(device, engine, exclusive, self._split)
         self._order: list[Any] = list(optimizer.state)
         self.all: list[Bucket] = []
@@ -70,7 +72,7 @@ class Buckets:
 
     def adopt(self) -> None:
         """Takes over the parameters of the optimizer's groups that are new. See `States.adopt`."""
-        self._look()
+        self._split.look(())
         self.choice.look_at_groups()
         layouts: dict[Param, StateLayout] = {}
         for group in self._optimizer.param_groups:
@@ -81,7 +83,7 @@ class Buckets:
         before = dict(state)
         buckets = self._packed(layouts.items())
         try:
-            self._mover.house(buckets)
+            self.residences.house(buckets)
             for bucket in buckets:
                 for param in bucket.params:
                     if isinstance(state.get(param), dict):
@@ -89,7 +91,7 @@ class Buckets:
                         bucket.states[param] = with_tensors(state.pop(param), lambda tensor: tensor)
             self.drop_prefetch()
             if self.away:
-                self._mover.offload(buckets)
+                self._offload(buckets)
                 self.residences.poll()
         except BaseException:
             _drop_residences(buckets)
@@ -136,7 +138,7 @@ class Buckets:
         self.drop_prefetch()
         away = [bucket for bucket in self.all if bucket.away()]
         try:
-            self._mover.reload(away)
+            self._pipeline.reload(away)
         except BaseException:
             for bucket in away:
                 bucket.drop_flat()
@@ -160,18 +162,20 @@ class Buckets:
         self.here = False
         state = self._optimizer.state
         self._order = list(state)
-        self._look()
+        self._split.look([bucket.flat for bucket in self.all if bucket.flat is not None])
         renewed: list[Bucket] = []
         for bucket in self.all:
             # What is no dictionary is the optimizer's own business.
             bucket.states = {
                 param: state.pop(param) for param in bucket.params if isinstance(state.get(param), dict)
             }
-            fits = bucket.fits(self._split, every=isinstance(self._split, OwnTensors))
+            fits = bucket.fits(self._split, every=self._split.changes)
             renewed += [bucket] if fits else self._repacked(bucket)
         self.all = renewed
         if self.away:
-            self._mover.offload_after_step(renewed)
+            stream = self._device.current_stream()
+            for bucket in renewed:
+                self._offload_after_step(bucket, stream)
 
     def renew_all(self) -> None:
         """Takes all states that have been loaded into the optimizer's `state`, in place of those before."""
@@ -187,17 +191,17 @@ class Buckets:
         if not bucket.fits(self._split):
             self._replace(bucket)
         elif self.away:
-            self._mover.offload([bucket])
+            self._offload([bucket])
 
     def offload(self) -> None:
         """Everything leaves the device, and has left it when this returns. Raises what the residences raise."""
         self.drop_prefetch()
         self.away = True
-        self._mover.offload(self.all)
+        self._offload(self.all)
 
     def reload(self) -> None:
         """Everything is on the device again, and stays. All or nothing: raises torch.OutOfMemoryError."""
-        self._mover.reload(self.all)
+        self._pipeline.reload(self.all)
         self.away = False
 
     def prefetch(self) -> None:
@@ -211,10 +215,6 @@ class Buckets:
     def drop_prefetch(self) -> None:
         """What has come early for the next step goes."""
         self._pipeline.drop()
-
-    def fetch(self) -> None:
-        """Begins to read from disk what the next step begins with. Does not wait."""
-        fetch_ahead(self.all)
 
     def close(self) -> None:
         """Frees all memory. The states are gone."""
@@ -236,12 +236,12 @@ class Buckets:
         large = largest if largest > self._bucket_bytes // 2 else 0
         return min(2 * self._bucket_bytes + large, self.nbytes)
 
-    def _look(self) -> None:
-        """Finds out which tensors can move of those that are in the optimizer's `state` now."""
-        if isinstance(self._split, OwnTensors):
-            grads = [param.grad for param in params_of(self._optimizer)]
-            flats = [bucket.flat for bucket in self.all if bucket.flat is not None]
-            self._split.look([vars(self._optimizer), grads], flats)
+    @property
+    def step_bytes(self) -> int:
+        """The device memory that states take in a step, and not between steps."""
+        if not self.away:
+            return 0
+        return self.nbytes if self.choice.at_once else self.window_bytes
 
     def _packed(self, layouts: Iterable[tuple[Param, StateLayout]]) -> list[Bucket]:
         return pack(layouts, self._bucket_bytes // 2, in_order=self.choice.in_order)
@@ -254,12 +254,48 @@ class Buckets:
         )
         for bucket in buckets:
             bucket.states = {param: old.states[param] for param in bucket.params if param in old.states}
-            self._mover.house_anew(bucket)
+            self.residences.house_anew(bucket, self._name)
         return buckets
 
     def _replace(self, bucket: Bucket) -> None:
-        if self._mover.replace(bucket) and self.away:
-            self._mover.offload([bucket])
+        """Finds another residence for a bucket whose states have other tensors by now, or other shapes.
+
+        All of it is on the device then. Where there is no room for it, it stays there.
+        """
+        old, bucket.residence = bucket.residence, None
+        if old is not None and bucket.away():
+            bucket.arrive(bucket.params, old.copy_out().to(self._device.torch_device))
+        bucket.lay_out(self._split)
+        if old is not None:
+            old.drop()
+        if self.residences.house_anew(bucket, self._name) and self.away:
+            self._offload([bucket])
+
+    def _offload(self, buckets: Iterable[Bucket]) -> None:
+        """Copies to the residences what is on the device, and waits for that."""
+        stream = self._device.current_stream()
+        sent = [each for bucket in buckets if (each := self._pipeline.offload(bucket, stream)) is not None]
+        if sent:
+            last, _ = sent[-1]
+            last.wait()
+
+    def _offload_after_step(self, bucket: Bucket, stream: Stream) -> None:
+        """Copies to its residence what is on the device, and has the stream wait for that.
+
+        Where there is no room for it, it stays on the device, for the step is done.
+        """
+        try:
+            sent = self._pipeline.offload(bucket, stream)
+        except TierFull as error:
+            _log.warning(
+                "%s of states of %s stay on the device: %s",
+                *(format_bytes(bucket.nbytes), self._name, str(error)),
+            )
+            return
+        if sent is not None:
+            copied, _ = sent
+            copied.hold(stream)  # the memory is free for what comes next on the stream
+        self.residences.poll()
 
 
 def _drop_residences(buckets: Iterable[Bucket]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -38,6 +38,11 @@ class Field(NamedTuple):
     def after(self, start: int) -> Field:
         """The same, so many bytes further on."""
         return self._replace(parts=tuple(part._replace(offset=part.offset + start) for part in self.parts))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where its bytes begin and end, in the bucket."""
+        return self.parts[0].offset, self.parts[-1].end
 
     def describes(self, pieces: Pieces) -> bool:
         """Whether they are of such a tensor."""
@@ -123,12 +128,19 @@ class Pieces(NamedTuple):
 class Splitter:
     """Splits a value of a state into the plain tensors that it consists of. None for what stays where it is.
 
+    changes: the answer depends on what `look` has found.
+
     Stays: what is no tensor, step counters on the CPU and whatever else is not on the device, empty tensors, sparse
     ones, and those with gaps or in a format of the device's own.
     """
 
+    changes = False
+
     def __init__(self, device: Device) -> None:
         self.device = device
+
+    def look(self, flats: Iterable[torch.Tensor]) -> None:
+        """Looks at the tensors of the optimizer as they are now. See `OwnTensors`."""
 
     def __call__(self, value: object) -> Pieces | None:
         if not isinstance(value, torch.Tensor):

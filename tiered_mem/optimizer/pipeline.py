@@ -77,6 +77,43 @@ class Pipeline:
             return
         self._bring(bucket, set(bucket.params), window_bytes)
 
+    def offload(self, bucket: Bucket, stream: Stream) -> tuple[Ticket, object] | None:
+        """Begins to copy to its residence what of a bucket is on the device, outside of a step.
+
+        Returns the copy, and what has to live until it has ended; None where there is nothing to copy.
+        """
+        residence = bucket.residence
+        if residence is None or not bucket.here():
+            return None
+        host = residence.take(blank=not bucket.away())
+        copied = None
+        try:
+            leaving = bucket.leave(host, stream, set(bucket.params), self._split)
+            with self._exclusive:
+                copied = self._engine.offload(leaving[0])
+        finally:
+            residence.leave(copied)
+        return copied, leaving
+
+    def reload(self, buckets: Sequence[Bucket]) -> None:
+        """Copies to the device what is away, outside of a step. All or nothing: raises torch.OutOfMemoryError."""
+        stream = self._device.current_stream()
+        away = [bucket for bucket in buckets if bucket.away()]
+        flats = [self._device.empty(bucket.nbytes, torch.uint8) for bucket in away]
+        for index, (bucket, flat) in enumerate(zip(away, flats, strict=True), start=1):
+            if (residence := bucket.residence) is None:
+                continue
+            fetch_ahead(away[index:])
+            host = residence.take(blank=False)
+            came = None
+            try:
+                with self._exclusive:
+                    (came,) = self._engine.reload([(host, DeviceSlot(flat, stream), residence.ticket)])
+            finally:
+                residence.leave(None, came)
+            came.hold(stream)
+            bucket.arrive(bucket.params, flat)
+
     def drop(self) -> None:
         """Whatever is still in the window is left as it was when it came, and the window's memory is freed."""
         window, self._window = self._window, None
@@ -86,12 +123,12 @@ class Pipeline:
     def _bring(self, bucket: Bucket, params: Set[Param], window_bytes: int) -> None:
         runs = bucket.runs(params)
         residence = bucket.residence
-        if not runs or residence is None or (self._window is not None and bucket in self._window):
+        if not runs or residence is None or (self._window is not None and bucket in self._window.slots):
             return
         window = self._window
         if window is None:
             window = self._window = _Window(self._device, window_bytes)
-        place = window.place(bucket)
+        place = window.ring.take(bucket.nbytes)
         if place is None:
             return  # it would overlap the bucket that is to be stepped first
         try:
@@ -100,13 +137,15 @@ class Pipeline:
             place.leave(place.after)
             raise
         slot = window.slots[bucket] = _Slot(place, residence, host)
+        flat = window.flat[place.start : place.end]
         moves = [
-            (HostSlot(host.tensor[start:end], host.lease), window.slot(place, start, end)) for start, end in runs
+            (HostSlot(host.tensor[start:end], host.lease), DeviceSlot(flat[start:end], window.stream))
+            for start, end in runs
         ]
         with self._exclusive:
-            after = place.after if residence.ticket is None else [*place.after, residence.ticket]
+            after = [window.allocated, *place.after, *([] if residence.ticket is None else [residence.ticket])]
             slot.came = self._engine.reload_into(moves, after)
-        bucket.arrive(params, window.flat[place.start : place.end])
+        bucket.arrive(params, flat)
 
     def _one(
         self,
@@ -117,14 +156,16 @@ class Pipeline:
     ) -> None:
         stream = self._device.current_stream()
         residence = bucket.residence if changing else None
-        slot = None if self._window is None else self._window.hold(bucket, stream)
+        slot = None if self._window is None else self._window.slots.get(bucket)
+        came = None if slot is None else slot.came
+        if came is not None:
+            came.hold(stream)
         if residence is None:
             if not step(bucket):
                 replace(bucket)
             return
         # Asked for before anything is changed: there may be no room.
         host = residence.take(blank=not bucket.away()) if slot is None else slot.host
-        came = None if slot is None else slot.came
         done = None
         fits = True
         try:
@@ -141,41 +182,22 @@ class Pipeline:
             if not fits:
                 replace(bucket)
             if slot is not None and self._window is not None:
-                self._window.leave(bucket, Ticket(stream.record_event(), self._device) if done is None else done)
+                done = done or Ticket(stream.record_event(), self._device)
+                self._window.slots.pop(bucket).place.leave([done])
 
 
 class _Window:
-    """Device memory that buckets pass through, and those that are in it."""
+    """Device memory that buckets pass through, and those that are in it.
+
+    allocated: whoever had the memory before is still at work until then.
+    """
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self._stream = device.current_stream()
-        self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
-        self._ring: Ring[Ticket] = Ring(nbytes)
-        # Whoever had the memory before may be still at work.
-        self._allocated = Ticket(self._stream.record_event(), device)
+        self.stream = device.current_stream()
+        self.flat = device.empty(nbytes, torch.uint8)
+        self.ring: Ring[Ticket] = Ring(nbytes)
+        self.allocated = Ticket(self.stream.record_event(), device)
         self.slots: dict[Bucket, _Slot] = {}
-
-    def __contains__(self, bucket: Bucket) -> bool:
-        return bucket in self.slots
-
-    def place(self, bucket: Bucket) -> Range[Ticket] | None:
-        place = self._ring.take(bucket.nbytes)
-        if place is not None:
-            place.after.append(self._allocated)
-        return place
-
-    def slot(self, place: Range[Ticket], start: int, end: int) -> DeviceSlot:
-        return DeviceSlot(self.flat[place.start + start : place.start + end], self._stream)
-
-    def hold(self, bucket: Bucket, stream: Stream) -> _Slot | None:
-        """Makes the stream wait for the bucket. Its place; None if it did not come through the window."""
-        slot = self.slots.get(bucket)
-        if slot is not None and slot.came is not None:
-            slot.came.hold(stream)
-        return slot
-
-    def leave(self, bucket: Bucket, done: Ticket) -> None:
-        self.slots.pop(bucket).place.leave([done])
 
     def keep_only(self, buckets: Sequence[Bucket]) -> None:
         """What came for nothing leaves its place."""
@@ -185,11 +207,11 @@ class _Window:
     def close(self, stream: Stream) -> None:
         for bucket in list(self.slots):
             self._drop(bucket)
-        for ticket in self._ring.waits():
+        for ticket in self.ring.waits():
             ticket.hold(stream)
-        if stream.stream_id != self._stream.stream_id:
+        if stream.stream_id != self.stream.stream_id:
             # The memory goes back to the stream on which it was allocated.
-            self._stream.wait_event(stream.record_event())
+            self.stream.wait_event(stream.record_event())
 
     def _drop(self, bucket: Bucket) -> None:
         slot = self.slots.pop(bucket)

@@ -15,8 +15,8 @@ from ..host_tier import HostTier
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
 from ..transfer import TransferEngine
-from .bucket_mover import Residences
 from .buckets import Buckets
+from .residences import Residences
 from .states import States
 from .step_choice import check_has_states
 from .tiered_optimizer import TieredOptimizer

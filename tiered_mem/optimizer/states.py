@@ -13,6 +13,7 @@ import torch
 from ..errors import Closed, InterruptedStep
 from ..interrupts import interruptible, uninterrupted
 from .backward_watch import BackwardWatch
+from .bucket import fetch_ahead
 from .buckets import Buckets
 from .layout import Param, State, on_cpu
 from .partial_step import bare_step
@@ -125,7 +126,7 @@ class States:
         try:
             self.buckets.residences.poll()
             if self._usable:
-                self.buckets.fetch()
+                fetch_ahead(self.buckets.all)
         finally:
             self._lock.release()
 
@@ -239,18 +240,6 @@ class States:
         self._watch.close()
         self.buckets.close()
         self.buckets.residences.close()
-
-    @property
-    def step_bytes(self) -> int:
-        """The device memory that states take in a step, and not between steps."""
-        if not self.buckets.away:
-            return 0
-        return self.buckets.nbytes if self.at_once else self.buckets.window_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """The host memory that is taken for states, or to stage them on their ways to disk and back."""
-        return self.buckets.residences.host_bytes
 
     @property
     def _usable(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..wrappers import plain_tensors
 from .bucket import Bucket
 from .layout import Param, Splitter, State, contents, gathered, leaf_at, leaves, with_tensors
 from .partial_step import NeedsAll, PartialStep, bare_step
-from .trial import HOOKS, OwnTensors, RandomNumbers, Trial, gradient_for, params_of
+from .trial import HOOKS, OwnTensors, Trial, gradient_for, params_of
 
 # Each of them calls a closure once, before all else. LBFGS is the one that does not step parameters by themselves.
 _KNOWN = frozenset(
@@ -57,7 +57,7 @@ class StepChoice:
         self.look_at_groups()
         self.at_once = not (self._known and self._one_by_one) if separable is None else not separable
         self._taken: set[object] = set()
-        self.split = OwnTensors(device) if self.at_once and self.in_order else Splitter(device)
+        self.split = OwnTensors(device, optimizer) if self.at_once and self.in_order else Splitter(device)
         self.trial = Trial(optimizer, self.split)
         if separable and not self._one_by_one:
             raise NeedsAll(optimizer, "a group has parameters on several devices or of several types")
@@ -169,11 +169,11 @@ def check_separable(optimizer: torch.optim.Optimizer, trial: Trial) -> None:
     if len(pairs) < 2:
         trial.copy(pairs)
         return
-    with trial.undisturbed() as random:
+    with trial.undisturbed() as restore:
         sparse = _takes_sparse_alone(trial, pairs)
         for number, scales in enumerate(_TRIALS):
             together, apart = trial.copy(pairs), trial.copy(pairs)
-            if not _step_both(together, apart, scales, random, sparse=sparse, must=number == 0):
+            if not _step_both(together, apart, scales, restore, sparse=sparse, must=number == 0):
                 continue
             for one, other in zip(params_of(together), params_of(apart), strict=True):
                 if not (_bits_equal(one, other) and _alike(together.state.get(one), apart.state.get(other))):
@@ -223,7 +223,7 @@ def _step_both(
     together: torch.optim.Optimizer,
     apart: torch.optim.Optimizer,
     scales: tuple[tuple[float | None, ...], ...],
-    random: RandomNumbers,
+    restore: Callable[[], None],
     *,
     sparse: bool,
     must: bool,
@@ -234,14 +234,14 @@ def _step_both(
             for param, scale in zip(params_of(copy), step, strict=False):
                 gradient = None if scale is None else gradient_for(param, scale)
                 param.grad = gradient.to_sparse() if sparse and gradient is not None else gradient
-        random.restore()
+        restore()
         try:
             bare_step(together)()
         except Exception:
             if must:
                 raise
             return False
-        random.restore()
+        restore()
         partial = PartialStep(apart)
         for param in params_of(apart):
             states = {param: apart.state[param]} if param in apart.state else {}

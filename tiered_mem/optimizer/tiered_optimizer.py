@@ -79,12 +79,12 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         States that the optimizer has not made yet are known where it could be tried out, and count.
         """
-        return self._states.step_bytes
+        return self._states.buckets.step_bytes
 
     @property
     def host_bytes(self) -> int:
         """The host memory in bytes that the states take. With residency="disk", that through which they pass."""
-        return self._states.host_bytes
+        return self._states.buckets.residences.host_bytes
 
     @contextlib.contextmanager
     def present(self) -> Iterator[torch.optim.Optimizer]:

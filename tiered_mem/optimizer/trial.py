@@ -79,17 +79,14 @@ class Trial:
         gradient = param.grad
         if gradient is None:
             return
-        random = RandomNumbers(self._split.device)
         tiny = torch.zeros((1,) * param.ndim, dtype=param.dtype, device=param.device)
         copy = self.copy([(tiny, group)])
         (twin,) = params_of(copy)
         twin.grad = torch.zeros_like(tiny)
         if gradient.layout is not torch.strided:
             twin.grad = twin.grad.to_sparse(gradient.sparse_dim())
-        try:
+        with same_random_numbers(self._split.device):
             bare_step(copy)()
-        finally:
-            random.restore()
 
     def copy(self, pairs: list[tuple[Param, State]]) -> torch.optim.Optimizer:
         """An optimizer of the same kind, with the same options and copies of these parameters in their groups.
@@ -121,11 +118,11 @@ class Trial:
         return copy
 
     @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[RandomNumbers]:
-        """Random numbers are afterwards as if none had been drawn; errors say what was tried."""
-        random = RandomNumbers(self._split.device)
+    def undisturbed(self) -> Iterator[Callable[[], None]]:
+        """`same_random_numbers`, and errors say what was tried."""
         try:
-            yield random
+            with same_random_numbers(self._split.device) as restore:
+                yield restore
         except (NeedsAll, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -133,8 +130,6 @@ class Trial:
                 f"{type(self._optimizer).__name__} cannot be tiered bucket by bucket: a step with copies of some "
                 f"of its parameters failed ({type(error).__name__}: {error})"
             ) from error
-        finally:
-            random.restore()
 
     def _tried(self, param: Param, group: State) -> State:
         try:
@@ -155,27 +150,6 @@ class Trial:
         return dict(state) if isinstance(state, dict) else {}
 
 
-class RandomNumbers:
-    """The random numbers of torch, on the CPU and on a device, of Python and of numpy."""
-
-    def __init__(self, device: Device) -> None:
-        self._restore: list[Callable[[], None]] = [
-            partial(torch.set_rng_state, torch.get_rng_state()),
-            partial(random.setstate, random.getstate()),
-        ]
-        if (numpy := _numpy_random()) is not None:
-            self._restore.append(partial(numpy.set_state, numpy.get_state()))
-        if device.kind != "cpu":
-            on_device: Any = torch.get_device_module(device.torch_device)
-            state = on_device.get_rng_state(device.torch_device)
-            self._restore.append(partial(on_device.set_rng_state, state, device.torch_device))
-
-    def restore(self) -> None:
-        """The next numbers are those that came after this was made."""
-        for restore in self._restore:
-            restore()
-
-
 class OwnTensors(Splitter):
     """Moves only tensors whose memory nothing else refers to that the optimizer has.
 
@@ -183,20 +157,21 @@ class OwnTensors(Splitter):
     parameter itself. It would go on with the other one, and not with what was moved and brought back.
     """
 
-    _shared: Set[tuple[int, int]] = frozenset()
-    _flats: Set[int] = frozenset()
+    changes = True
 
-    def look(self, holders: Iterable[Any], flats: Iterable[torch.Tensor]) -> None:
-        """Finds out what is shared now.
+    def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(device)
+        self._optimizer = optimizer
+        self._shared: Set[tuple[int, int]] = frozenset()
+        self._flats: Set[int] = frozenset()
 
-        holders: states, parameters, and whatever else has tensors. flats: the memory of buckets on the device, in
-        which tensors lie side by side.
-        """
+    def look(self, flats: Iterable[torch.Tensor]) -> None:
+        """Finds out what is shared now. flats: the memory of buckets here, in which tensors lie side by side."""
         self._flats = {_storage(flat) for flat in flats}
+        grads = [param.grad for param in params_of(self._optimizer)]
         ranges = [
             self._range(part)
-            for holder in holders
-            for value in contents(holder)
+            for value in contents([vars(self._optimizer), grads])
             if isinstance(value, torch.Tensor)
             for part in plain_tensors(value)
             if part.layout is torch.strided and part.nbytes
@@ -262,6 +237,33 @@ def _cloned(value: Any) -> Any:
         return deepcopy(each)
 
     return with_tensors(value, clone, (torch.Tensor, *generators))
+
+
+@contextlib.contextmanager
+def same_random_numbers(device: Device) -> Iterator[Callable[[], None]]:
+    """Afterwards the random numbers of torch, Python and numpy are as if none had been drawn.
+
+    device: that of torch's, beside the CPU. Gives a function that makes them so in the middle, too.
+    """
+    restores: list[Callable[[], None]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
+    ]
+    if (numpy := _numpy_random()) is not None:
+        restores.append(partial(numpy.set_state, numpy.get_state()))
+    if device.kind != "cpu":
+        on_device: Any = torch.get_device_module(device.torch_device)
+        state = on_device.get_rng_state(device.torch_device)
+        restores.append(partial(on_device.set_rng_state, state, device.torch_device))
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 def _numpy_random() -> Any:
