@@ -99,7 +99,7 @@ class Shelf:
 
     def poll(self) -> None:
         """Takes note of what has ended, and begins what can begin now."""
-        self.slots.collect()
+        self.slots.poll()
         if self._disk is None:
             return
         for parcel in self._that_are(ParcelState.LEAVING):
@@ -109,7 +109,7 @@ class Shelf:
             elif parcel.write.job.done:
                 self._end_write(parcel, parcel.write)
                 if not parcel.newer:
-                    self._vacate(parcel)
+                    self._free(parcel)
         for parcel in self._that_are(ParcelState.KEPT):
             if not self._disk.accepts(parcel.nbytes):
                 break
@@ -138,9 +138,10 @@ class Shelf:
             if parcel.record is not None and self._disk is not None and not blank:
                 parcel.read = self._disk.read(parcel.record, [(0, slot.tensor.data_ptr())])
         except BaseException:
-            self.slots.give_back(slot)
+            self.slots.free(slot)
             raise
-        self._place(parcel, slot, ParcelState.COMING)
+        parcel.slot, parcel.state = slot, ParcelState.COMING
+        self._in_slots[parcel] = None
 
     def take(self, parcel: Parcel, *, blank: bool) -> HostSlot:
         """The memory of a parcel that has a slot, until `put`. Waits for the file operation that uses it.
@@ -156,7 +157,7 @@ class Shelf:
             self._wait_for(parcel.read)
             error, parcel.read = parcel.read.error, None
             if error is not None and not blank:
-                self._vacate(parcel)
+                self._free(parcel)
                 try:
                     raise error
                 finally:
@@ -167,22 +168,24 @@ class Shelf:
     def put(self, parcel: Parcel) -> None:
         """Nobody uses the memory any more but its last copy. What is newer is written after that."""
         if not parcel.newer:
-            self._vacate(parcel)
-        elif parcel.slot is not None:
-            self._place(parcel, parcel.slot, ParcelState.KEPT if self._disk is None else ParcelState.LEAVING)
+            self._free(parcel)
+            return
+        parcel.state = ParcelState.KEPT if self._disk is None else ParcelState.LEAVING
+        del self._in_slots[parcel]
+        self._in_slots[parcel] = None  # the last of all
 
     def drop_clean(self) -> bool:
         """Frees the slot of the parcel that was read last, and is on disk still. False if there is none."""
         coming = self._that_are(ParcelState.COMING)
         if coming:
-            self._vacate(coming[-1])
+            self._free(coming[-1])
         return bool(coming)
 
     def drop(self, parcel: Parcel) -> None:
         """Gives up a parcel, in memory and on disk. With the last one the slots go, after file operations."""
-        self._release(parcel.record)
-        self._release(parcel.write)
-        self._vacate(parcel)
+        self._drop_record(parcel.record)
+        self._drop_record(parcel.write)
+        self._free(parcel)
         parcel.record = parcel.write = None
         parcel.newer = False
         parcel.state = ParcelState.DROPPED
@@ -210,7 +213,7 @@ class Shelf:
         """The write is done. If it failed, the bytes are in the slot only."""
         parcel.write = None
         if record.job.error is None:
-            self._release(parcel.record)
+            self._drop_record(parcel.record)
             parcel.record = record
             parcel.newer = False
         else:
@@ -220,10 +223,10 @@ class Shelf:
         self.refusal = refusal
         parcel.state = ParcelState.KEPT
         # The slot has all of the newer bytes. The older record's room may be just what the disk lacks.
-        self._release(parcel.record)
+        self._drop_record(parcel.record)
         parcel.record = None
 
-    def _release(self, record: Record | None) -> None:
+    def _drop_record(self, record: Record | None) -> None:
         if record is not None and self._disk is not None:
             self._disk.release(record)
 
@@ -231,20 +234,14 @@ class Shelf:
         while not job.wait(_LOOK_AGAIN):
             self.poll()  # what has left the device meanwhile can be written
 
-    def _place(self, parcel: Parcel, slot: HostSlot, state: ParcelState) -> None:
-        parcel.slot = slot
-        parcel.state = state
-        self._in_slots.pop(parcel, None)
-        self._in_slots[parcel] = None
-
-    def _vacate(self, parcel: Parcel) -> None:
+    def _free(self, parcel: Parcel) -> None:
         """The parcel has no slot any more, which is free when what is under way there has ended."""
         slot, last, job = parcel.slot, parcel.last, parcel.job
         parcel.slot = parcel.last = parcel.read = None
         parcel.state = ParcelState.AWAY
         self._in_slots.pop(parcel, None)
         if slot is not None:
-            self.slots.give_back(slot, last, job)
+            self.slots.free(slot, last, job)
 
     def _that_are(self, state: ParcelState) -> list[Parcel]:
         return [parcel for parcel in self._in_slots if parcel.state is state]

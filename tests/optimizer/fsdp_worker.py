@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
-from tiered_mem.optimizer.bucket import AwayTensor
+from tiered_mem.optimizer.bucket import Absent
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 from tiered_mem.spill.disk_tier import DiskTier
 
@@ -258,7 +258,7 @@ def places(folder: Path) -> None:
         for value in state.values()
     ]
     left = [value for value in rest if isinstance(value, torch.Tensor) and local(value).numel()]
-    expect(not left and any(isinstance(value, AwayTensor) for value in rest), f"states that are not away: {left}")
+    expect(not left and any(isinstance(value, Absent) for value in rest), f"states that are not away: {left}")
     held = sum(
         part.nbytes
         for bucket in tiered.states.buckets.all

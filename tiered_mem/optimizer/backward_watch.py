@@ -36,7 +36,11 @@ class BackwardWatch:
         """A step is over. params: those that the next one may have gradients for."""
         learned, self._order = self._order, []
         if not self._called:
-            self._awaited = self._choose(learned)
+            self._awaited = None
+            if learned:
+                times = Counter(learned)
+                last = learned[-max(1, int(len(times) * _LAST))]
+                self._awaited = last, times[last]
             self._watch(params if self._awaited is None else [self._awaited[0]])
         self._called = False
         self._count = 0
@@ -44,13 +48,6 @@ class BackwardWatch:
     def close(self) -> None:
         """Watches no more."""
         self._watch(())
-
-    def _choose(self, order: list[Param]) -> tuple[Param, int] | None:
-        if not order:
-            return None
-        times = Counter(order)
-        chosen = order[-max(1, int(len(times) * _LAST))]
-        return chosen, times[chosen]
 
     def _watch(self, params: Iterable[Param]) -> None:
         for handle in self._handles:

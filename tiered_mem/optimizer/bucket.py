@@ -24,7 +24,7 @@ class Bucket:
 
     params: in the order of their groups. fields: where the tensors of each parameter's state lie in the bucket's
     bytes. nbytes: what these take, on the host and on the device. room: what they take in the process that has most
-    of them. states: of the parameters that have one; a tensor that is away has an `AwayTensor` in its place.
+    of them. states: of the parameters that have one; a tensor that is away has an `Absent` in its place.
     residence: where the bytes are then. flat: the bytes on the device, while they are there.
     """
 
@@ -47,7 +47,7 @@ class Bucket:
     def away(self, params: Iterable[Param] | None = None) -> bool:
         """Whether anything of these parameters' states is away; of any, by default."""
         return any(
-            isinstance(value, AwayTensor)
+            isinstance(value, Absent)
             for param in (self.params if params is None else params)
             for _, value in leaves(self.states.get(param, {}))
         )
@@ -58,13 +58,13 @@ class Bucket:
 
     def runs(self, params: Set[Param]) -> list[tuple[int, int]]:
         """The ranges of bytes that hold what is away of these parameters' states, neighbours joined."""
-        return _joined(field.span for _, field, value in self._values(params) if isinstance(value, AwayTensor))
+        return _joined(field.span for _, field, value in self._values(params) if isinstance(value, Absent))
 
     def arrive(self, params: Iterable[Param], flat: torch.Tensor) -> None:
         """The bytes of what was away of these parameters are in `flat`: their states are views of it."""
         self.flat = flat
         for param, field, value in self._values(params):
-            if isinstance(value, AwayTensor):
+            if isinstance(value, Absent):
                 view = self._views[param, field.path] = field.of(flat)
                 put_leaf(self.states[param], field.path, view)
 
@@ -97,7 +97,7 @@ class Bucket:
         cpu = self.residence.copy_out() if self.residence is not None and self.away() else None
         copies = {param: on_cpu(self.states[param]) for param in self.params if param in self.states}
         for param, field, value in self._values(self.params):
-            if cpu is not None and isinstance(value, AwayTensor):
+            if cpu is not None and isinstance(value, Absent):
                 put_leaf(copies[param], field.path, field.of(cpu).clone())
         return copies
 
@@ -126,7 +126,7 @@ class Bucket:
                 to = HostSlot(host.tensor[part.offset : part.offset + part.nbytes], host.lease)
                 moves.append((DeviceSlot(_as_bytes(tensor), stream), to))
             strangers.append(value)
-            put_leaf(self.states[param], field.path, AwayTensor())
+            put_leaf(self.states[param], field.path, Absent())
         if self.flat is not None:
             for start, end in _joined(in_place):
                 to = HostSlot(host.tensor[start:end], host.lease)
@@ -138,9 +138,15 @@ class Bucket:
         """The device's copy of the bytes is needed no more. States that are views of it count as away."""
         for (param, path), view in self._views.items():
             if leaf_at(self.states.get(param), path) is view:
-                put_leaf(self.states[param], path, AwayTensor())
+                put_leaf(self.states[param], path, Absent())
         self._views.clear()
         self.flat = None
+
+    def close(self) -> None:
+        """Frees the bytes where they rest. The states are gone."""
+        if self.residence is not None:
+            self.residence.drop()
+        self.states.clear()
 
     def _values(self, params: Iterable[Param]) -> Iterator[tuple[Param, Field, Any]]:
         """What is where the fields of these parameters are, None where there is nothing."""
@@ -155,13 +161,13 @@ class Bucket:
 
     def _is_as_before(self, param: Param, path: Path, value: object, split: Splitter) -> bool:
         field = next((field for field in self.fields.get(param, ()) if field.path == path), None)
-        pieces = None if isinstance(value, AwayTensor) else split(value)
+        pieces = None if isinstance(value, Absent) else split(value)
         if pieces is None:
             return field is None or not isinstance(value, torch.Tensor)
         return field is not None and field.describes(pieces)
 
 
-class AwayTensor:
+class Absent:
     """Stands in a state for a tensor that is not on the device."""
 
     def __repr__(self) -> str:

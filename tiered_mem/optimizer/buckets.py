@@ -30,15 +30,14 @@ class Buckets:
 
     Not thread-safe.
 
-    residences: for the buckets, between steps.
-    bucket_bytes: half of the device memory that states pass through in a step, a parameter aside whose state is
-    larger. A bucket has at most half as much, so that one can come and one leave while one is stepped.
-    away: the states leave the device after a step.
+    residences: for the buckets. Each has at most half of `bucket_bytes`, so that one can come while one leaves.
+    stay: the states stay on the device until `offload`, and are there again after `reload`.
     separable: the optimizer may be stepped bucket by bucket, and is tried out unless that is known of it. False is
     at once, with all states on the device; None is at once unless it is known.
 
-    all: the buckets, none before `adopt`. known: the parameters in them. choice: how steps are made. here: the
-    states are where the optimizer looks for them. broken: makes the error of a step that ended in the middle.
+    all: the buckets, none before `adopt`. known: the parameters in them. choice: how steps are made. away: states
+    leave the device after a step. here: they are where the optimizer looks for them. broken: makes the error of a
+    step that ended in the middle.
 
     Raises NeedsAll for an optimizer that cannot be stepped bucket by bucket.
     """
@@ -51,14 +50,13 @@ class Buckets:
         exclusive: Exclusive,
         residences: Residences,
         *,
-        bucket_bytes: int,
-        away: bool,
+        stay: bool,
         separable: bool | None,
     ) -> None:
         self._optimizer = optimizer
         self._device = device
         self.residences = residences
-        self._bucket_bytes = bucket_bytes
+        self._stay = stay
         self.choice = StepChoice(optimizer, device, separable)
         self._split = self.choice.split
         self._name = type(optimizer).__name__
@@ -66,7 +64,7 @@ class Buckets:
         self._order: list[Any] = list(optimizer.state)
         self.all: list[Bucket] = []
         self.known: set[Param] = set()
-        self.away = away
+        self.away = not stay
         self.here = False
         self.broken: Callable[[], InterruptedStep] | None = None
 
@@ -94,7 +92,8 @@ class Buckets:
                 self._offload(buckets)
                 self.residences.poll()
         except BaseException:
-            _drop_residences(buckets)
+            for bucket in buckets:
+                bucket.close()
             state.clear()
             state.update(before)
             raise
@@ -200,9 +199,10 @@ class Buckets:
         self._offload(self.all)
 
     def reload(self) -> None:
-        """Everything is on the device again, and stays. All or nothing: raises torch.OutOfMemoryError."""
-        self._pipeline.reload(self.all)
-        self.away = False
+        """Everything is on the device again, if it stays there. All or nothing: raises torch.OutOfMemoryError."""
+        if self._stay:
+            self._pipeline.reload(self.all)
+            self.away = False
 
     def prefetch(self) -> None:
         """Brings the first bucket of the next step to the device, if the memory is there."""
@@ -219,9 +219,8 @@ class Buckets:
     def close(self) -> None:
         """Frees all memory. The states are gone."""
         self.drop_prefetch()
-        _drop_residences(self.all)
         for bucket in self.all:
-            bucket.states.clear()
+            bucket.close()
 
     @property
     def nbytes(self) -> int:
@@ -233,8 +232,8 @@ class Buckets:
         """The device memory that states pass through in a step."""
         # Room for one that comes, one that is stepped, one that leaves, and for what is lost where the ring ends.
         largest = max((bucket.nbytes for bucket in self.all), default=0)
-        large = largest if largest > self._bucket_bytes // 2 else 0
-        return min(2 * self._bucket_bytes + large, self.nbytes)
+        large = largest if largest > self.residences.bucket_bytes // 2 else 0
+        return min(2 * self.residences.bucket_bytes + large, self.nbytes)
 
     @property
     def step_bytes(self) -> int:
@@ -244,11 +243,12 @@ class Buckets:
         return self.nbytes if self.choice.at_once else self.window_bytes
 
     def _packed(self, layouts: Iterable[tuple[Param, StateLayout]]) -> list[Bucket]:
-        return pack(layouts, self._bucket_bytes // 2, in_order=self.choice.in_order)
+        return pack(layouts, self.residences.bucket_bytes // 2, in_order=self.choice.in_order)
 
     def _repacked(self, old: Bucket) -> list[Bucket]:
         """Buckets for states that have other tensors by now, or other shapes."""
-        _drop_residences([old])
+        if old.residence is not None:
+            old.residence.drop()
         buckets = self._packed(
             (param, layout_of(param, old.states.get(param, {}), self._split)) for param in old.params
         )
@@ -296,9 +296,3 @@ class Buckets:
             copied, _ = sent
             copied.hold(stream)  # the memory is free for what comes next on the stream
         self.residences.poll()
-
-
-def _drop_residences(buckets: Iterable[Bucket]) -> None:
-    for bucket in buckets:
-        if bucket.residence is not None:
-            bucket.residence.drop()

@@ -65,16 +65,9 @@ class RegisteredOptimizers:
         residences = Residences(self._host, disk, self._exclusive, bucket_bytes)
         stay = residency == "device-until-offload"
         buckets = Buckets(
-            optimizer,
-            self._device,
-            self._engine,
-            self._exclusive,
-            residences,
-            bucket_bytes=bucket_bytes,
-            away=not stay,
-            separable=separable,
+            optimizer, self._device, self._engine, self._exclusive, residences, stay=stay, separable=separable
         )
-        states = States(optimizer, buckets, stay=stay)
+        states = States(optimizer, buckets)
         tiered = TieredOptimizer(optimizer, states, owner)
         try:
             states.adopt()

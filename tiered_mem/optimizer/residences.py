@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Sequence
 
-from ..allocators import round_up
+from ..allocators.base import round_up
 from ..errors import TierFull
 from ..fixed_slots import Exclusive, FixedSlots
 from ..host_tier import HostTier
@@ -28,14 +28,16 @@ class Residences:
     A shelf has slots of one size. They are reserved when buckets are housed, and are there until the last of them
     is released: a step does not depend on what room the host tier has.
 
-    disk: None for the host. usual_bytes: buckets on disk that are larger share slots of their own.
+    disk: None for the host.
+    bucket_bytes: half of the device memory that states pass through in a step, a parameter aside whose state is
+    larger. Buckets on disk that are larger share slots of their own.
     """
 
-    def __init__(self, host: HostTier, disk: DiskTier | None, exclusive: Exclusive, usual_bytes: int) -> None:
+    def __init__(self, host: HostTier, disk: DiskTier | None, exclusive: Exclusive, bucket_bytes: int) -> None:
         self._host = host
         self._disk = disk
         self._exclusive = exclusive
-        self._usual_bytes = usual_bytes
+        self.bucket_bytes = bucket_bytes
         self._shelves: list[Shelf] = []
         self._numbers = itertools.count()
         self._step = 0
@@ -116,8 +118,8 @@ class Residences:
 
     def _missing(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """The size of the slots, and their number, of the shelves that are to be there for these buckets."""
-        large = [size for size in sizes if size > self._usual_bytes]
-        usual = [size for size in sizes if size <= self._usual_bytes]
+        large = [size for size in sizes if size > self.bucket_bytes]
+        usual = [size for size in sizes if size <= self.bucket_bytes]
         return [
             (max(some), min(slots, len(some)))
             for some, slots in ((large, _SLOTS_FOR_LARGE), (usual, _SLOTS))

@@ -37,17 +37,15 @@ def _alone(method: Callable[Concatenate[States, P], R]) -> Callable[Concatenate[
 class States:
     """The states of one optimizer, in buckets. None are here before `adopt`.
 
-    buckets: of this optimizer, not used otherwise. stay: the states stay on the device until `offload`, and are
-    there again after `reload`.
+    buckets: of this optimizer, not used otherwise.
 
     at_once: whether it is stepped at once. closure_first: whether a step calls a closure once, before all else.
     version: another one whenever states have changed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Buckets, *, stay: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Buckets) -> None:
         self._lock = threading.RLock()
         self._optimizer = optimizer
-        self._stay = stay
         self.buckets = buckets
         self.at_once = buckets.choice.at_once
         self.closure_first = buckets.choice.closure_first
@@ -155,8 +153,7 @@ class States:
         """Everything is on the device again, if it stays there. All or nothing: raises torch.OutOfMemoryError."""
         self.check()
         self._not_inside("be reloaded")
-        if self._stay:
-            self.buckets.reload()
+        self.buckets.reload()
 
     @_alone
     def snapshot(self) -> dict[Any, Any]:
