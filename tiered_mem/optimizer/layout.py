@@ -128,10 +128,10 @@ class Pieces(NamedTuple):
 class Splitter:
     """Splits a value of a state into the plain tensors that it consists of. None for what stays where it is.
 
-    changes: the answer depends on what `look` has found.
-
     Stays: what is no tensor, step counters on the CPU and whatever else is not on the device, empty tensors, sparse
     ones, and those with gaps or in a format of the device's own.
+
+    changes: whether the answer depends on what `look` has found.
     """
 
     changes = False

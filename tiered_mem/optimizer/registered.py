@@ -99,9 +99,9 @@ class RegisteredOptimizers:
 
     def close(self) -> None:
         """Ends them all. Their states are gone."""
-        self.free()
         for optimizer in list(self._all):
             optimizer.states.close()
+        self.free()  # after the others, of which one may have died meanwhile
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
