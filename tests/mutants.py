@@ -68,7 +68,7 @@ BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", 
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
 SHELF = code("shelf", "fixed_slots")
-OPTIMIZER = ("pipeline", "states", "bucket_mover", "residence")
+OPTIMIZER = ("pipeline", "states", "buckets", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts", "interrupt_sweep")
 SUBJECTS = (

@@ -19,7 +19,7 @@ Exclusive = AbstractContextManager[None]
 class FixedSlots:
     """Host slots of `nbytes` bytes: `wanted` of them from now to `close`, and more where `more` is called.
 
-    A slot is given back with what may still use it, and is free when that has ended.
+    A slot is freed with what may still use it, and is there again when that has ended.
 
     exclusive: entered around each use of the host tier, and not while this waits for anything.
     count: how many slots there are now.
@@ -44,7 +44,7 @@ class FixedSlots:
 
     def get(self) -> HostSlot | None:
         """A free slot, if there is one."""
-        self.collect()
+        self.poll()
         return self._free.pop() if self._free else None
 
     def more(self, advice: str) -> HostSlot:
@@ -59,12 +59,12 @@ class FixedSlots:
         self.count += 1
         return slot
 
-    def give_back(self, slot: HostSlot, last: Ticket | None = None, job: Job | None = None) -> None:
+    def free(self, slot: HostSlot, last: Ticket | None = None, job: Job | None = None) -> None:
         """last: the copy that ends after all others of the slot. job: what writes it to a file, or fills it."""
         self._used.append(_Used(slot, last, job))
-        self.collect()
+        self.poll()
 
-    def collect(self) -> None:
+    def poll(self) -> None:
         """Takes note of what has ended. Does not wait."""
         for used in [used for used in self._used if used.ended()]:
             self._used.remove(used)
@@ -82,11 +82,11 @@ class FixedSlots:
             last.wait()
         if job is not None:
             job.wait()
-        self.collect()
+        self.poll()
         return True
 
     def close(self) -> None:
-        """Returns all slots that were given back to the host tier, after the file operations that use them."""
+        """Returns all slots that were freed to the host tier, after the file operations that use them."""
         for slot, last, job in [*self._used, *(_Used(slot) for slot in self._free)]:
             if job is not None:
                 job.wait()
@@ -101,7 +101,7 @@ class FixedSlots:
 
 
 class _Used(NamedTuple):
-    """A slot that was given back, and what may still use it."""
+    """A slot that was freed, and what may still use it."""
 
     slot: HostSlot
     last: Ticket | None = None

@@ -131,7 +131,7 @@ class TieringManager:
                 spiller=spiller,
                 trace=self._trace,
                 before=self._phases.free,
-                after=self._optimizers.progress,
+                after=self._optimizers.poll,
             )
             # Saved tensors keep these, and not the manager.
             owned = (self._engine, self._host, self._disk, self._interrupts)
@@ -269,7 +269,7 @@ class TieringManager:
     @uninterrupted
     def stats(self) -> Stats:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
-        self._optimizers.bury()
+        self._optimizers.free()
         with self._turn:
             self.activations.go_on()
             self._host.collect()
@@ -298,7 +298,7 @@ class TieringManager:
     @uninterrupted
     def synchronize(self) -> None:
         """Waits on the host for every copy and file operation that was started; takes back the slots they used."""
-        self._optimizers.settle()
+        self._optimizers.wait()
         with self._turn:
             self._engine.synchronize()
             self._store.wait()

@@ -18,7 +18,7 @@ from .transfer import Ticket
 _LOOK_AGAIN = 1e-3
 
 
-class State(Enum):
+class ParcelState(Enum):
     """What the slot of a parcel is about.
 
     AWAY: there is none. COMING: a read fills it, or did. TAKEN: somebody uses it. LEAVING: it is to be written, or
@@ -44,7 +44,7 @@ class Parcel:
 
     name: str
     nbytes: int
-    state: State = State.AWAY
+    state: ParcelState = ParcelState.AWAY
     record: Record | None = None
     slot: HostSlot | None = None
     newer: bool = False
@@ -90,7 +90,7 @@ class Shelf:
     @property
     def kept(self) -> int:
         """How many parcels are in host memory because the disk did not take them."""
-        return len(self._that_are(State.KEPT))
+        return len(self._that_are(ParcelState.KEPT))
 
     def parcel(self, name: str, nbytes: int) -> Parcel:
         """A new one, which has no bytes yet."""
@@ -99,18 +99,18 @@ class Shelf:
 
     def poll(self) -> None:
         """Takes note of what has ended, and begins what can begin now."""
-        self.slots.collect()
+        self.slots.poll()
         if self._disk is None:
             return
-        for parcel in self._that_are(State.LEAVING):
+        for parcel in self._that_are(ParcelState.LEAVING):
             if parcel.write is None:
                 if parcel.last is None or parcel.last.event.query():
                     self._begin_write(parcel, self._disk)
             elif parcel.write.job.done:
                 self._end_write(parcel, parcel.write)
                 if not parcel.newer:
-                    self._vacate(parcel)
-        for parcel in self._that_are(State.KEPT):
+                    self._free(parcel)
+        for parcel in self._that_are(ParcelState.KEPT):
             if not self._disk.accepts(parcel.nbytes):
                 break
             self._begin_write(parcel, self._disk)
@@ -118,7 +118,7 @@ class Shelf:
     def wait(self) -> bool:
         """Waits for what will free a slot: a copy, or a write. False if nothing will. Raises DeviceFailed."""
         if not self.slots.wait():
-            leaving = self._that_are(State.LEAVING)
+            leaving = self._that_are(ParcelState.LEAVING)
             if not leaving:
                 return False
             first = leaving[0]
@@ -138,9 +138,10 @@ class Shelf:
             if parcel.record is not None and self._disk is not None and not blank:
                 parcel.read = self._disk.read(parcel.record, [(0, slot.tensor.data_ptr())])
         except BaseException:
-            self.slots.give_back(slot)
+            self.slots.free(slot)
             raise
-        self._place(parcel, slot, State.COMING)
+        parcel.slot, parcel.state = slot, ParcelState.COMING
+        self._in_slots[parcel] = None
 
     def take(self, parcel: Parcel, *, blank: bool) -> HostSlot:
         """The memory of a parcel that has a slot, until `put`. Waits for the file operation that uses it.
@@ -156,36 +157,38 @@ class Shelf:
             self._wait_for(parcel.read)
             error, parcel.read = parcel.read.error, None
             if error is not None and not blank:
-                self._vacate(parcel)
+                self._free(parcel)
                 try:
                     raise error
                 finally:
                     del error  # or it and this frame would keep each other alive
-        parcel.state = State.TAKEN
+        parcel.state = ParcelState.TAKEN
         return parcel.memory
 
     def put(self, parcel: Parcel) -> None:
         """Nobody uses the memory any more but its last copy. What is newer is written after that."""
         if not parcel.newer:
-            self._vacate(parcel)
-        elif parcel.slot is not None:
-            self._place(parcel, parcel.slot, State.KEPT if self._disk is None else State.LEAVING)
+            self._free(parcel)
+            return
+        parcel.state = ParcelState.KEPT if self._disk is None else ParcelState.LEAVING
+        del self._in_slots[parcel]
+        self._in_slots[parcel] = None  # the last of all
 
     def drop_clean(self) -> bool:
         """Frees the slot of the parcel that was read last, and is on disk still. False if there is none."""
-        coming = self._that_are(State.COMING)
+        coming = self._that_are(ParcelState.COMING)
         if coming:
-            self._vacate(coming[-1])
+            self._free(coming[-1])
         return bool(coming)
 
     def drop(self, parcel: Parcel) -> None:
         """Gives up a parcel, in memory and on disk. With the last one the slots go, after file operations."""
-        self._release(parcel.record)
-        self._release(parcel.write)
-        self._vacate(parcel)
+        self._drop_record(parcel.record)
+        self._drop_record(parcel.write)
+        self._free(parcel)
         parcel.record = parcel.write = None
         parcel.newer = False
-        parcel.state = State.DROPPED
+        parcel.state = ParcelState.DROPPED
         self._parcels -= 1
         if not self._parcels:
             self.slots.close()
@@ -204,13 +207,13 @@ class Shelf:
         except (TierFull, Closed) as error:
             self._keep(parcel, str(error))
         else:
-            parcel.state = State.LEAVING
+            parcel.state = ParcelState.LEAVING
 
     def _end_write(self, parcel: Parcel, record: Record) -> None:
         """The write is done. If it failed, the bytes are in the slot only."""
         parcel.write = None
         if record.job.error is None:
-            self._release(parcel.record)
+            self._drop_record(parcel.record)
             parcel.record = record
             parcel.newer = False
         else:
@@ -218,12 +221,12 @@ class Shelf:
 
     def _keep(self, parcel: Parcel, refusal: str) -> None:
         self.refusal = refusal
-        parcel.state = State.KEPT
+        parcel.state = ParcelState.KEPT
         # The slot has all of the newer bytes. The older record's room may be just what the disk lacks.
-        self._release(parcel.record)
+        self._drop_record(parcel.record)
         parcel.record = None
 
-    def _release(self, record: Record | None) -> None:
+    def _drop_record(self, record: Record | None) -> None:
         if record is not None and self._disk is not None:
             self._disk.release(record)
 
@@ -231,20 +234,14 @@ class Shelf:
         while not job.wait(_LOOK_AGAIN):
             self.poll()  # what has left the device meanwhile can be written
 
-    def _place(self, parcel: Parcel, slot: HostSlot, state: State) -> None:
-        parcel.slot = slot
-        parcel.state = state
-        self._in_slots.pop(parcel, None)
-        self._in_slots[parcel] = None
-
-    def _vacate(self, parcel: Parcel) -> None:
+    def _free(self, parcel: Parcel) -> None:
         """The parcel has no slot any more, which is free when what is under way there has ended."""
         slot, last, job = parcel.slot, parcel.last, parcel.job
         parcel.slot = parcel.last = parcel.read = None
-        parcel.state = State.AWAY
+        parcel.state = ParcelState.AWAY
         self._in_slots.pop(parcel, None)
         if slot is not None:
-            self.slots.give_back(slot, last, job)
+            self.slots.free(slot, last, job)
 
-    def _that_are(self, state: State) -> list[Parcel]:
+    def _that_are(self, state: ParcelState) -> list[Parcel]:
         return [parcel for parcel in self._in_slots if parcel.state is state]

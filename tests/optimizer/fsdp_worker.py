@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
-from tiered_mem.optimizer.bucket import Away
+from tiered_mem.optimizer.bucket import Absent
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 from tiered_mem.spill.disk_tier import DiskTier
 
@@ -213,12 +213,12 @@ def buckets_are_alike(optimizer: Optimizer) -> list[int]:
     if not isinstance(optimizer, TieredOptimizer):
         raise TypeError(optimizer)
     numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
-    mine = [[numbers[param] for param in bucket.params] for bucket in optimizer.states.buckets]
+    mine = [[numbers[param] for param in bucket.params] for bucket in optimizer.states.buckets.all]
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     expect(all(each == mine for each in everybody), f"buckets of {everybody}")
     expect(len(mine) > 1, f"buckets of {mine}")
-    return [id(bucket.fields) for bucket in optimizer.states.buckets]
+    return [id(bucket.fields) for bucket in optimizer.states.buckets.all]
 
 
 def train(folder: Path) -> None:
@@ -252,13 +252,16 @@ def places(folder: Path) -> None:
     expect(len(set(watched.seen)) == 1, f"states are in memory of several allocations: {set(watched.seen)}")
     # In rest nothing but an empty part of a state is where the step had it.
     rest = [
-        value for bucket in tiered.states.buckets for state in bucket.states.values() for value in state.values()
+        value
+        for bucket in tiered.states.buckets.all
+        for state in bucket.states.values()
+        for value in state.values()
     ]
     left = [value for value in rest if isinstance(value, torch.Tensor) and local(value).numel()]
-    expect(not left and any(isinstance(value, Away) for value in rest), f"states that are not away: {left}")
+    expect(not left and any(isinstance(value, Absent) for value in rest), f"states that are not away: {left}")
     held = sum(
         part.nbytes
-        for bucket in tiered.states.buckets
+        for bucket in tiered.states.buckets.all
         for f in bucket.fields.values()
         for p in f
         for part in p.parts

@@ -14,8 +14,8 @@ from tiered_mem.allocators import HostPool, PoolStats, Region, round_up
 from tiered_mem.device import Device
 from tiered_mem.fixed_slots import FixedSlots
 from tiered_mem.host_tier import DeviceSlot, HostSlot, HostTier
-from tiered_mem.optimizer.residence import Residence
-from tiered_mem.shelf import Shelf, State
+from tiered_mem.optimizer.bucket import Residence
+from tiered_mem.shelf import ParcelState, Shelf
 from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.tiers import chosen_pool
 from tiered_mem.transfer import Ticket, TransferEngine
@@ -140,7 +140,7 @@ class Rig:
         """Waits until no file operation is under way."""
         self.settle()
         for residence in self._residences:
-            while residence._parcel.state is State.COMING and not residence.ready:
+            while residence._parcel.state is ParcelState.COMING and not residence.ready:
                 residence._parcel.read.wait()
 
     # The steps of a step.
@@ -184,7 +184,7 @@ class Rig:
     def close(self) -> None:
         self.files.heal()
         for residence in self._residences:
-            residence.release()
+            residence.drop()
         assert self._shelf is None or self._shelf.slots.count == 0
         self.engine.synchronize()
         with self.exclusive:

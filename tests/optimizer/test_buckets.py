@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from tiered_mem.optimizer.bucket import pack
-from tiered_mem.optimizer.layout import Field, Layout, Part
+from tiered_mem.optimizer.layout import Field, Part, StateLayout
+from tiered_mem.optimizer.residences import pack
 
 LIMIT = 1 << 16
 SMALL_AND_LARGE = st.integers(0, LIMIT // 4) | st.integers(LIMIT // 2, LIMIT) | st.integers(0, 2 * LIMIT)
 
 
-def layout(nbytes: int) -> Layout:
+def layout(nbytes: int) -> StateLayout:
     """Of a state of one tensor."""
     if nbytes == 0:
-        return Layout((), 0)
+        return StateLayout((), 0)
     part = Part(0, nbytes, torch.uint8, torch.Size([nbytes]), (1,))
-    return Layout((Field(("moment",), (part,), None, None),), part.end)
+    return StateLayout((Field(("moment",), (part,), None, None),), part.end)
 
 
 @given(st.lists(SMALL_AND_LARGE, max_size=30))

@@ -14,7 +14,7 @@ from tests.optimizer.rig import RECORD, SLOT, Rig, content
 from tests.spill.faulty_files import NOTHING, SHORT
 from tests.spilling import records_in
 from tiered_mem.errors import Closed, CorruptRecord, TierFull
-from tiered_mem.optimizer.residence import Residence
+from tiered_mem.optimizer.bucket import Residence
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 EVER = float("inf")
@@ -242,7 +242,7 @@ def test_a_disk_tier_that_is_closed(rig: Rig) -> None:
     assert rig.shelf.kept == 1
     assert torch.equal(third.copy_out(), content(5))
     for bucket in (first, second, third):
-        bucket.release()
+        bucket.drop()
 
 
 def test_slots_that_the_host_has_no_room_for_are_not_there(make_rig: MakeRig) -> None:

@@ -14,7 +14,7 @@ from tests.optimizer.conftest import MakeRig
 from tests.optimizer.rig import RECORD, SLOT, Rig, content
 from tests.spill.faulty_files import NOTHING, SHORT
 from tiered_mem.errors import TierFull
-from tiered_mem.optimizer.residence import Residence
+from tiered_mem.optimizer.bucket import Residence
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 BUCKETS = 6
@@ -92,7 +92,7 @@ class Walk:
     def _release(self) -> None:
         bucket, seed = self._any(), next(self._seeds)
         del self._buckets[bucket]
-        bucket.release()
+        bucket.drop()
         new = self._rig.on_disk()
         self._buckets[new] = content(seed)
         self._heal()

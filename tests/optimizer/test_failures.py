@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.optimizer.strange_optimizers import Failing
 from tests.optimizer.training import differences, give_gradients, make_params, outcome, train
 from tiered_mem import TieringManager
 from tiered_mem.errors import Closed, InterruptedStep, TierFull
+from tiered_mem.optimizer.registered import RegisteredOptimizers
 
 MIB = 1 << 20
 
@@ -149,3 +152,23 @@ def test_no_device_memory_for_the_window(device: str, make_tiered: MakeTiered) -
     finally:
         module.set_per_process_memory_fraction(1.0)
     tiered.step()
+
+
+def test_an_optimizer_in_a_cycle_that_dies_while_its_manager_is_closed(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may find it between any two lines."""
+    manager = TieringManager(policy="lru", device=device, host_bytes="4MiB")
+    tiered = manager.register_optimizer(torch.optim.AdamW(make_params(device)))
+    tiered.cycle = tiered  # type: ignore[attr-defined]
+    train(tiered, tiered.param_groups[0]["params"], range(1))
+    del tiered
+    free = RegisteredOptimizers.free
+
+    def free_and_collect(optimizers: RegisteredOptimizers) -> None:
+        free(optimizers)
+        gc.collect()
+
+    monkeypatch.setattr(RegisteredOptimizers, "free", free_and_collect)
+    manager.close()
+    assert manager.stats()["host.used.current"] == 0

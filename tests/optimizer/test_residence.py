@@ -11,7 +11,7 @@ from tests.conftest import Link
 from tests.optimizer.conftest import MakeRig
 from tests.optimizer.rig import NBYTES, SLOT, Rig, content
 from tiered_mem.errors import Closed, TierFull
-from tiered_mem.optimizer.residence import Residence
+from tiered_mem.optimizer.bucket import Residence
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 SLOW = "1MB/s"  # a fifth of a second for a copy
@@ -90,7 +90,7 @@ def test_turns_are_kept(residence: Residence) -> None:
     with pytest.raises(RuntimeError, match="take comes before leave"):
         residence.leave(None)
     residence.take(blank=True)
-    for out_of_turn in (lambda: residence.take(blank=True), residence.copy_out, residence.release):
+    for out_of_turn in (lambda: residence.take(blank=True), residence.copy_out, residence.drop):
         with pytest.raises(RuntimeError, match="leave comes first"):
             out_of_turn()
     residence.leave(None)
@@ -116,8 +116,8 @@ def test_bytes_for_the_cpu(rig: Rig, residence: Residence, link: Link) -> None:
 
 def test_nothing_comes_after_release(rig: Rig, residence: Residence) -> None:
     rig.fill(residence, 1)
-    residence.release()
-    residence.release()
+    residence.drop()
+    residence.drop()
     residence.fetch()
     for late in (residence.take, residence.copy_out):
         with pytest.raises(Closed):
@@ -133,7 +133,7 @@ def test_memory_that_a_copy_fills_is_not_used_again_before_it_ended(
     residence = rig.make(kind)
     link(d2h=SLOW)
     copied = rig.fill(residence, 1).event
-    residence.release()
+    residence.drop()
     assert not copied.query()
     assert rig.in_use() == SLOT
     with pytest.raises(TierFull):
@@ -150,7 +150,7 @@ def test_memory_that_a_copy_reads_is_not_used_again_before_it_ended(
     rig.progress()
     link(h2d=SLOW)
     read = rig.look(residence)
-    residence.release()
+    residence.drop()
     assert rig.in_use() == SLOT
     with pytest.raises(TierFull):
         rig.make(kind)
@@ -191,7 +191,7 @@ def test_what_is_released_is_free(rig: Rig, kind: str) -> None:
     buckets = [rig.make(kind) for _ in range(3)]
     for bucket in buckets:
         rig.fill(bucket, 1)
-        bucket.release()
+        bucket.drop()
     rig.engine.synchronize()
     assert rig.disk.stats().records == 0
     assert rig.in_use() == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.training import differences, give_gradients, make_params, outcome
-from tiered_mem.optimizer.ring import Range, Ring
+from tiered_mem.optimizer.pipeline import Range, Ring
 
 KIB = 1024
 
@@ -56,7 +56,7 @@ def test_what_came_early_and_has_no_gradient_makes_room(device: str, make_tiered
                 params[0].grad = None
             if tier and step:
                 states = optimizer.states  # type: ignore[attr-defined]
-                states._pipeline.prefetch(states.buckets[0], states._window_bytes())
+                states.buckets._pipeline.prefetch(states.buckets.all[0], states.buckets.window_bytes)
             optimizer.step()
         results.append(outcome(optimizer, params))
     assert not differences(*results)

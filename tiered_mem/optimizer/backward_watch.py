@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from torch.utils.hooks import RemovableHandle
 
 from ..interrupts import uninterrupted
-from .partial_step import Param
+from .layout import Param
 
 # The share of the parameters that may still be without a gradient.
 _LAST = 0.1
@@ -20,10 +20,12 @@ class BackwardWatch:
 
     Which is the last, of however many backwards, it has learned from the step before. Where that was different,
     `near_end` is called too early or not at all, and the next step is learned from.
+
+    near_end: a method, of an object that is not kept alive.
     """
 
-    def __init__(self, near_end: Callable[[], None]) -> None:
-        self._near_end = near_end
+    def __init__(self, near_end: Callable[[], object]) -> None:
+        self._near_end = weakref.WeakMethod(near_end)
         self._handles: list[RemovableHandle] = []
         self._order: list[Param] = []
         self._awaited: tuple[Param, int] | None = None
@@ -34,7 +36,11 @@ class BackwardWatch:
         """A step is over. params: those that the next one may have gradients for."""
         learned, self._order = self._order, []
         if not self._called:
-            self._awaited = self._choose(learned)
+            self._awaited = None
+            if learned:
+                times = Counter(learned)
+                last = learned[-max(1, int(len(times) * _LAST))]
+                self._awaited = last, times[last]
             self._watch(params if self._awaited is None else [self._awaited[0]])
         self._called = False
         self._count = 0
@@ -42,13 +48,6 @@ class BackwardWatch:
     def close(self) -> None:
         """Watches no more."""
         self._watch(())
-
-    def _choose(self, order: list[Param]) -> tuple[Param, int] | None:
-        if not order:
-            return None
-        times = Counter(order)
-        chosen = order[-max(1, int(len(times) * _LAST))]
-        return chosen, times[chosen]
 
     def _watch(self, params: Iterable[Param]) -> None:
         for handle in self._handles:
@@ -75,4 +74,5 @@ class BackwardWatch:
         self._count += 1  # there are hooks on this one parameter alone
         if self._count == self._awaited[1]:
             self._called = True
-            self._near_end()
+            if (near_end := self._near_end()) is not None:
+                near_end()

@@ -1,261 +1,290 @@
-"""Parameters whose states move together."""
+"""Parameters whose states move together, and where their bytes rest between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from typing import Any
 
 import torch
 
 from ..device import Stream
+from ..errors import Closed
 from ..host_tier import DeviceSlot, HostSlot
-from .layout import Field, Layout, Movable, as_bytes, fields_of
-from .leaves import Path, leaf_at, leaves, put_leaf
-from .partial_step import Param, State
-from .residence import Residence
-from .snapshot import on_cpu
+from ..shelf import ParcelState, Shelf
+from ..transfer import Ticket
+from .layout import Field, Param, Path, Splitter, State, StateLayout, fields_of, leaf_at, leaves, on_cpu, put_leaf
 
-
-class Away:
-    """Stands in a state for a tensor that is not on the device."""
-
-    def __repr__(self) -> str:
-        return "<not on the device>"
+# How many buckets a step is ahead with reads from disk.
+_AHEAD = 3
 
 
 class Bucket:
     """Parameters and their states, whose tensors move together.
 
     params: in the order of their groups. fields: where the tensors of each parameter's state lie in the bucket's
-    bytes. nbytes: what these take, on the host and on the device. states: of the parameters that have one; a tensor
-    that is away has an `Away` in its place. residence: where the bytes are then.
+    bytes. nbytes: what these take, on the host and on the device. room: what they take in the process that has most
+    of them. states: of the parameters that have one; a tensor that is away has an `Absent` in its place.
+    residence: where the bytes are then. flat: the bytes on the device, while they are there.
     """
 
-    def __init__(self, params: Sequence[Param], fields: dict[Param, tuple[Field, ...]]) -> None:
-        self.params = list(params)
-        self.fields = fields
-        self.nbytes = max(
-            (part.end for each in fields.values() for field in each for part in field.parts), default=0
-        )
+    def __init__(self) -> None:
+        self.params: list[Param] = []
+        self.fields: dict[Param, tuple[Field, ...]] = {}
+        self.nbytes = 0
+        self.room = 0
         self.states: dict[Param, State] = {}
         self.residence: Residence | None = None
-        self._flat: torch.Tensor | None = None
+        self.flat: torch.Tensor | None = None
         self._views: dict[tuple[Param, Path], torch.Tensor] = {}
+
+    def add(self, param: Param, layout: StateLayout) -> None:
+        """One more parameter, whose state lies behind those that are here."""
+        self.params.append(param)
+        self.room += layout.room
+        self._append(param, tuple(field.after(self.nbytes) for field in layout.fields))
 
     def away(self, params: Iterable[Param] | None = None) -> bool:
         """Whether anything of these parameters' states is away; of any, by default."""
         return any(
-            isinstance(value, Away)
+            isinstance(value, Absent)
             for param in (self.params if params is None else params)
             for _, value in leaves(self.states.get(param, {}))
         )
 
     def here(self) -> bool:
         """Whether anything that could move is on the device."""
-        return any(
-            isinstance(leaf_at(self.states.get(param), field.path), torch.Tensor)
-            for param, fields in self.fields.items()
-            for field in fields
-        )
+        return any(isinstance(value, torch.Tensor) for _, _, value in self._values(self.params))
 
     def runs(self, params: Set[Param]) -> list[tuple[int, int]]:
         """The ranges of bytes that hold what is away of these parameters' states, neighbours joined."""
-        return _joined(
-            (field.parts[0].offset, field.parts[-1].end)
-            for param in self.params
-            if param in params and param in self.states
-            for field in self.fields.get(param, ())
-            if isinstance(leaf_at(self.states[param], field.path), Away)
-        )
-
-    @property
-    def flat(self) -> torch.Tensor | None:
-        """The bytes on the device, while they are there."""
-        return self._flat
+        return _joined(field.span for _, field, value in self._values(params) if isinstance(value, Absent))
 
     def arrive(self, params: Iterable[Param], flat: torch.Tensor) -> None:
         """The bytes of what was away of these parameters are in `flat`: their states are views of it."""
-        self._flat = flat
-        for param in params:
-            state = self.states.get(param)
-            for field in self.fields.get(param, ()):
-                if isinstance(leaf_at(state, field.path), Away):
-                    view = self._views[param, field.path] = field.of(flat)
-                    put_leaf(state, field.path, view)
+        self.flat = flat
+        for param, field, value in self._values(params):
+            if isinstance(value, Absent):
+                view = self._views[param, field.path] = field.of(flat)
+                put_leaf(self.states[param], field.path, view)
 
-    def fits(self, movable: Movable, *, every: bool = False) -> bool:
+    def fits(self, split: Splitter, *, every: bool = False) -> bool:
         """Whether the states that are on the device are as `fields` says. An optimizer may change their shapes.
 
         every: look at those, too, that are still what came.
         """
         return all(
-            _fits(
-                (
-                    (path, value)
-                    for path, value in leaves(state)
-                    if every or value is not self._views.get((param, path))
-                ),
-                self.fields.get(param, ()),
-                movable,
-            )
+            self._is_as_before(param, path, value, split)
             for param, state in self.states.items()
+            for path, value in leaves(state)
+            if every or value is not self._views.get((param, path))
         )
 
-    def lay_out(self, movable: Movable) -> None:
+    def lay_out(self, split: Splitter) -> None:
         """Finds a new place in the bucket for all tensors, which are on the device, in memory of their own then."""
         ours = set(map(id, self._views.values()))
         for state in self.states.values():
             for path, value in leaves(state):
                 if id(value) in ours:
                     put_leaf(state, path, value.clone())
-        self.forget_flat()
-        end = 0
-        self.fields = {}
+        self.drop_flat()
+        self.nbytes, self.fields = 0, {}
         for param in self.params:
-            fields = fields_of(self.states.get(param, {}), movable, end)
-            if fields:
-                self.fields[param] = fields
-                end = fields[-1].parts[-1].end
-        self.nbytes = end
+            self._append(param, fields_of(self.states.get(param, {}), split, self.nbytes))
 
-    def copies(self, param: Param, cpu: torch.Tensor | None) -> State:
-        """A copy of a parameter's state on the CPU.
+    def copies(self) -> dict[Param, State]:
+        """Copies of the states on the CPU. Waits. Raises what `Residence.take` does."""
+        cpu = self.residence.copy_out() if self.residence is not None and self.away() else None
+        copies = {param: on_cpu(self.states[param]) for param in self.params if param in self.states}
+        for param, field, value in self._values(self.params):
+            if cpu is not None and isinstance(value, Absent):
+                put_leaf(copies[param], field.path, field.of(cpu).clone())
+        return copies
 
-        cpu: the bucket's bytes, if anything is away.
-        """
-        copied: State = on_cpu(self.states[param])
-        for field in self.fields.get(param, ()):
-            if cpu is not None and isinstance(leaf_at(copied, field.path), Away):
-                put_leaf(copied, field.path, field.of(cpu).clone())
-        return copied
-
-    def leave(self, host: HostSlot, stream: Stream, changed: Set[Param], movable: Movable) -> Leaving:
+    def leave(
+        self, host: HostSlot, stream: Stream, changed: Set[Param], split: Splitter
+    ) -> tuple[list[tuple[DeviceSlot, HostSlot]], list[torch.Tensor]]:
         """What has to be copied to the host, so that no tensor of these states is needed on the device.
 
         Afterwards all are away. What came to `flat` and is not of a parameter in `changed` is not copied back.
         stream: on which they were changed.
+
+        Returns the copies, and the tensors beside `flat` that they read, which have to live until they have ended.
         """
         moves: list[tuple[DeviceSlot, HostSlot]] = []
         in_place: list[tuple[int, int]] = []
         strangers: list[torch.Tensor] = []
-        for param in self.params:
-            state = self.states.get(param)
-            for field in self.fields.get(param, ()):
-                value = leaf_at(state, field.path)
-                if not isinstance(value, torch.Tensor):
-                    continue
-                if value is self._views.get((param, field.path)):
-                    if param in changed:
-                        in_place.append((field.parts[0].offset, field.parts[-1].end))
-                    continue
-                pieces = movable(value)
-                for part, tensor in zip(field.parts, pieces.tensors if pieces else (), strict=True):
-                    to = HostSlot(host.tensor[part.offset : part.offset + part.nbytes], host.lease)
-                    moves.append((DeviceSlot(as_bytes(tensor), stream), to))
-                strangers.append(value)
-                put_leaf(state, field.path, Away())
-        for start, end in _joined(in_place):
-            to = HostSlot(host.tensor[start:end], host.lease)
-            moves.append((DeviceSlot(self._window()[start:end], stream), to))
-        self.forget_flat()
-        return Leaving(moves, strangers)
+        for param, field, value in self._values(self.params):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value is self._views.get((param, field.path)):
+                if param in changed:
+                    in_place.append(field.span)
+                continue
+            pieces = split(value)
+            for part, tensor in zip(field.parts, pieces.tensors if pieces else (), strict=True):
+                to = HostSlot(host.tensor[part.offset : part.offset + part.nbytes], host.lease)
+                moves.append((DeviceSlot(_as_bytes(tensor), stream), to))
+            strangers.append(value)
+            put_leaf(self.states[param], field.path, Absent())
+        if self.flat is not None:
+            for start, end in _joined(in_place):
+                to = HostSlot(host.tensor[start:end], host.lease)
+                moves.append((DeviceSlot(self.flat[start:end], stream), to))
+        self.drop_flat()
+        return moves, strangers
 
-    def forget_flat(self) -> None:
-        """The device's copy of the bytes is given up. What is a view of it is away again."""
+    def drop_flat(self) -> None:
+        """The device's copy of the bytes is needed no more. States that are views of it count as away."""
         for (param, path), view in self._views.items():
             if leaf_at(self.states.get(param), path) is view:
-                put_leaf(self.states[param], path, Away())
+                put_leaf(self.states[param], path, Absent())
         self._views.clear()
-        self._flat = None
+        self.flat = None
 
-    def _window(self) -> torch.Tensor:
-        if self._flat is None:
-            raise RuntimeError("the bucket is not on the device")
-        return self._flat
+    def close(self) -> None:
+        """Frees the bytes where they rest. The states are gone."""
+        if self.residence is not None:
+            self.residence.drop()
+        self.states.clear()
 
+    def _values(self, params: Iterable[Param]) -> Iterator[tuple[Param, Field, Any]]:
+        """What is where the fields of these parameters are, None where there is nothing."""
+        for param in params:
+            for field in self.fields.get(param, ()):
+                yield param, field, leaf_at(self.states.get(param), field.path)
 
-class Leaving(NamedTuple):
-    """moves: copies to the host. strangers: what some of them read beside the bucket's copy on the device.
+    def _append(self, param: Param, fields: tuple[Field, ...]) -> None:
+        if fields:
+            self.fields[param] = fields
+            self.nbytes = fields[-1].parts[-1].end
 
-    Whatever is read must live until the copies have ended.
-    """
-
-    moves: list[tuple[DeviceSlot, HostSlot]]
-    strangers: list[torch.Tensor]
-
-
-def pack(params: Iterable[tuple[Param, Layout]], limit: int, *, in_order: bool = False) -> list[Bucket]:
-    """Buckets for parameters and states of these layouts, of at most `limit` bytes unless one alone is larger.
-
-    Each goes to the first bucket that has room, as the small ones between large ones would make many small buckets.
-    Parameters whose state has nothing that moves are in a bucket of 0 bytes, if any. in_order: all parameters stay
-    in the order in which they are given, whatever room is lost.
-    """
-    contents = _in_order(params, limit) if in_order else _first_fit(params, limit)
-    return [Bucket(content.params, content.fields) for content in contents]
-
-
-def _in_order(params: Iterable[tuple[Param, Layout]], limit: int) -> list[_Content]:
-    contents: list[_Content] = []
-    for param, layout in params:
-        if not contents or (layout.room and contents[-1].used and contents[-1].used + layout.room > limit):
-            contents.append(_Content())
-        contents[-1].add(param, layout)
-    return contents
-
-
-def _first_fit(params: Iterable[tuple[Param, Layout]], limit: int) -> list[_Content]:
-    contents: list[_Content] = []
-    open_ones: list[_Content] = []
-    still = _Content()
-    for param, layout in params:
-        if not layout.room:
-            still.add(param, layout)
-            continue
-        content = next((each for each in open_ones if each.used + layout.room <= limit), None)
-        if content is None:
-            content = _Content()
-            contents.append(content)
-            open_ones.append(content)
-        content.add(param, layout)
-        if content.used >= limit:
-            open_ones.remove(content)
-    return [*contents, still] if still.params else contents
-
-
-class _Content:
-    """What is to be in one bucket."""
-
-    def __init__(self) -> None:
-        self.params: list[Param] = []
-        self.fields: dict[Param, tuple[Field, ...]] = {}
-        self.used = 0
-        self._end = 0
-
-    def add(self, param: Param, layout: Layout) -> None:
-        self.params.append(param)
-        self.used += layout.room
-        if layout.fields:
-            self.fields[param] = tuple(field.after(self._end) for field in layout.fields)
-            self._end = self.fields[param][-1].parts[-1].end
-
-
-def _fits(values: Iterable[tuple[Path, object]], fields: Sequence[Field], movable: Movable) -> bool:
-    known = {field.path: field for field in fields}
-    for path, value in values:
-        if isinstance(value, Away):
-            continue
-        pieces = movable(value)
+    def _is_as_before(self, param: Param, path: Path, value: object, split: Splitter) -> bool:
+        field = next((field for field in self.fields.get(param, ()) if field.path == path), None)
+        pieces = None if isinstance(value, Absent) else split(value)
         if pieces is None:
-            if path in known and isinstance(value, torch.Tensor):
-                return False
-            continue
-        if path not in known or pieces.kind != known[path].kind or len(pieces.tensors) != len(known[path].parts):
-            return False
-        for tensor, part in zip(pieces.tensors, known[path].parts, strict=True):
-            if (tensor.dtype, tensor.shape, tensor.stride()) != (part.dtype, part.shape, part.stride):
-                return False
-    return True
+            return field is None or not isinstance(value, torch.Tensor)
+        return field is not None and field.describes(pieces)
+
+
+class Absent:
+    """Stands in a state for a tensor that is not on the device."""
+
+    def __repr__(self) -> str:
+        return "<not on the device>"
+
+
+class Residence:
+    """Where the bytes of one bucket rest between steps: a parcel of a shelf, of which it takes care.
+
+    Not thread-safe: one step runs at a time. `take` and `leave` come in pairs, and nothing else but `ticket`
+    between them. What is called out of turn raises RuntimeError, and `take` after `drop` raises Closed.
+
+    shelf: with slots of at least `nbytes`. name: of the bucket, in its records and in errors.
+    """
+
+    def __init__(self, shelf: Shelf, nbytes: int, name: str) -> None:
+        self._shelf = shelf
+        self._parcel = shelf.parcel(name, nbytes)
+
+    def fetch(self) -> None:
+        """Begins to bring the bytes into host memory, where there is room for them.
+
+        Does not wait, and never raises for a failed read: `take` does.
+        """
+        if self._parcel.slot is None and self._parcel.record is not None:
+            self._shelf.poll()
+            slot = self._shelf.slots.get()
+            if slot is not None:
+                with suppress(Closed):
+                    self._shelf.read(self._parcel, slot)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the bytes are in host memory, and `take` would not wait."""
+        job = self._parcel.job
+        return self._parcel.slot is not None and (job is None or job.done)
+
+    def take(self, *, blank: bool = False) -> HostSlot:
+        """The host memory of the bytes, a uint8 slot of as many, until `leave`.
+
+        blank: the bytes that there may be are not needed, all of the memory is to be filled.
+
+        May wait. Raises CorruptRecord, OSError, TierFull or Closed before anything is changed, and may be called
+        again after that.
+        """
+        parcel = self._parcel
+        if parcel.state is ParcelState.DROPPED:
+            raise Closed(f"{parcel.name} was released, or its optimizer closed")
+        self._check_turn(taken=False)
+        if not (blank or parcel.newer or parcel.record is not None):
+            raise RuntimeError("there are no bytes yet: take(blank=True) is for the first ones")
+        if parcel.slot is None:
+            self._shelf.read(parcel, self._room(), blank=blank)
+        return self._shelf.take(parcel, blank=blank)
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """The last copy that may still use the host memory: a reload has to come after it."""
+        return self._parcel.last
+
+    def leave(self, filled: Ticket | None, read: Ticket | None = None) -> None:
+        """The copies in and out have been started.
+
+        filled: the one that changed the host memory. None if nothing changed: then nothing is written back.
+        read: the one that reads it, where no `filled` comes after that. The memory is left alone until it ended.
+        """
+        self._check_turn(taken=True)
+        parcel = self._parcel
+        parcel.last = filled or read or parcel.last
+        parcel.newer = parcel.newer or filled is not None
+        self._shelf.put(parcel)
+
+    def drop(self) -> None:
+        """The bytes are not needed any more. Idempotent.
+
+        Waits for nothing on the device; the last one of a shelf does for the shelf's file operations.
+        """
+        self._check_turn(taken=False)
+        if self._parcel.state is not ParcelState.DROPPED:
+            self._shelf.drop(self._parcel)
+
+    def copy_out(self) -> torch.Tensor:
+        """The bytes as of the last `leave`: a uint8 tensor in pageable memory. Waits. Raises what `take` does."""
+        slot = self.take()
+        try:
+            if self.ticket is not None:
+                self.ticket.wait()
+            return slot.tensor.clone()
+        finally:
+            self.leave(None)
+
+    def _room(self) -> HostSlot:
+        """A free slot. Waits for one where that helps, or takes a further one of the host tier."""
+        shelf = self._shelf
+        shelf.poll()
+        while (slot := shelf.slots.get()) is None:
+            if not shelf.wait() and not shelf.drop_clean():
+                reason = f" and the disk takes nothing ({shelf.refusal})" if shelf.kept else ""
+                full = f"optimizer states fill {shelf.slots.count} such slots{reason}; raise host_bytes"
+                return shelf.slots.more(full)
+        return slot
+
+    def _check_turn(self, *, taken: bool) -> None:
+        if taken is not (self._parcel.state is ParcelState.TAKEN):
+            raise RuntimeError("take comes before leave" if taken else "the bytes are in use: leave comes first")
+
+
+def fetch_ahead(buckets: Sequence[Bucket], needed: Mapping[Bucket, Set[Param]] | None = None) -> None:
+    """Begins to read the first of these buckets from disk. needed: the parameters of each; all, by default."""
+    for bucket in buckets[:_AHEAD]:
+        if bucket.residence is not None and bucket.away(None if needed is None else needed[bucket]):
+            bucket.residence.fetch()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain tensor without gaps, as a 1-dimensional uint8 view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -263,7 +292,6 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     joined: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
+            start, _ = joined.pop()
+        joined.append((start, end))
     return joined

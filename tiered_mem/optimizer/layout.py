@@ -1,16 +1,23 @@
-"""How the tensors of a parameter's state lie in the bytes of a bucket."""
+"""What an optimizer keeps for a parameter, and how the tensors in it lie in the bytes of a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 
 from ..device import Device
 from ..wrappers import Rebuild, take_apart
-from .leaves import Path, leaves
-from .sharding import largest_share, local_shape, spread_of
+
+Param = torch.Tensor
+State = dict[Any, Any]
+# The keys and indices that lead to a value.
+Path = tuple[Hashable, ...]
 
 # The caching allocators hand out memory at such addresses, and kernels may rely on it.
 _ALIGNMENT = 512
@@ -31,6 +38,16 @@ class Field(NamedTuple):
     def after(self, start: int) -> Field:
         """The same, so many bytes further on."""
         return self._replace(parts=tuple(part._replace(offset=part.offset + start) for part in self.parts))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where its bytes begin and end, in the bucket."""
+        return self.parts[0].offset, self.parts[-1].end
+
+    def describes(self, pieces: Pieces) -> bool:
+        """Whether they are of such a tensor."""
+        found = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in pieces.tensors]
+        return pieces.kind == self.kind and found == [(part.dtype, part.shape, part.stride) for part in self.parts]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor over a bucket's bytes, 1-dimensional uint8 of any device."""
@@ -56,11 +73,11 @@ class Part(NamedTuple):
         return self.offset + _padded(self.nbytes)
 
 
-def fields_of(state: Mapping[Any, Any], movable: Movable, start: int) -> tuple[Field, ...]:
+def fields_of(state: Mapping[Any, Any], split: Splitter, start: int) -> tuple[Field, ...]:
     """Where the tensors of a state that can move are to lie, from byte `start` on."""
     fields = []
     for path, value in leaves(state):
-        pieces = movable(value)
+        pieces = split(value)
         if pieces is None:
             continue
         parts = []
@@ -71,17 +88,17 @@ def fields_of(state: Mapping[Any, Any], movable: Movable, start: int) -> tuple[F
     return tuple(fields)
 
 
-class Layout(NamedTuple):
+class StateLayout(NamedTuple):
     """What a parameter's state takes in a bucket: the fields, from its beginning on, and `room` bytes."""
 
     fields: tuple[Field, ...]
     room: int
 
 
-def layout_of(param: torch.Tensor, state: Mapping[Any, Any], movable: Movable) -> Layout:
+def layout_of(param: torch.Tensor, state: Mapping[Any, Any], split: Splitter) -> StateLayout:
     """That of a state. Keeps none of its tensors."""
-    fields = fields_of(state, movable, 0)
-    return Layout(fields, _room_for(param, state, fields, movable.device))
+    fields = fields_of(state, split, 0)
+    return StateLayout(fields, _room_for(param, state, fields, split.device))
 
 
 def _room_for(param: torch.Tensor, state: Mapping[Any, Any], fields: Sequence[Field], device: Device) -> int:
@@ -108,15 +125,22 @@ class Pieces(NamedTuple):
     kind: object
 
 
-class Movable:
-    """Tells what a state's value consists of; None for what stays where it is.
+class Splitter:
+    """Splits a value of a state into the plain tensors that it consists of. None for what stays where it is.
 
-    That are values which are no tensors, step counters on the CPU and whatever else is not on the device, empty
-    tensors, sparse ones, and those with gaps or in a format of the device's own.
+    Stays: what is no tensor, step counters on the CPU and whatever else is not on the device, empty tensors, sparse
+    ones, and those with gaps or in a format of the device's own.
+
+    changes: whether the answer depends on what `look` has found.
     """
+
+    changes = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
+
+    def look(self, flats: Iterable[torch.Tensor]) -> None:
+        """Looks at the tensors of the optimizer as they are now. See `OwnTensors`."""
 
     def __call__(self, value: object) -> Pieces | None:
         if not isinstance(value, torch.Tensor):
@@ -130,11 +154,6 @@ class Movable:
         if len(parts) < len(apart.parts) or not parts or not all(_moves(part, self.device) for part in parts):
             return None
         return Pieces(parts, apart.rebuild, (type(value), value.shape, spread_of(value)))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor without gaps, as a 1-dimensional uint8 view."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _moves(tensor: torch.Tensor, device: Device) -> bool:
@@ -162,3 +181,117 @@ def _without_gaps(tensor: torch.Tensor) -> bool:
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def leaves(state: Any) -> Iterator[tuple[Path, Any]]:
+    """Each value that is no dictionary or list, and where it is. A tuple is one value: it cannot be filled."""
+    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
+        if isinstance(value, dict) or type(value) is list:
+            yield from (((key, *path), leaf) for path, leaf in leaves(value))
+        else:
+            yield (key,), value
+
+
+def leaf_at(state: Any, path: Path) -> Any:
+    """The value at the end of a path; None if the path leads nowhere."""
+    for key in path:
+        try:
+            state = state[key] if not isinstance(state, dict) else dict.__getitem__(state, key)
+        except (KeyError, IndexError, TypeError):
+            return None
+    return state
+
+
+def put_leaf(state: Any, path: Path, value: Any) -> None:
+    """Puts another value at the end of a path that leads somewhere."""
+    *way, last = path
+    for key in way:
+        state = state[key]
+    state[last] = value
+
+
+def contents(value: Any) -> Iterator[Any]:
+    """The values in all that Python's own containers have, however deep; keys are none."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set | frozenset | deque):
+        yield value
+        return
+    for each in value:
+        yield from contents(each)
+
+
+def on_cpu(value: Any, done: Collection[int] = ()) -> Any:
+    """A copy of a value, in which all tensors are copies on the CPU. DTensors are DTensors.
+
+    What is one tensor in several places is so in the copy. done: the ids of tensors that are such copies already.
+    """
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(each: torch.Tensor) -> torch.Tensor:
+        if id(each) in done:
+            return each
+        if id(each) not in copies:
+            copies[id(each)] = each.detach().to("cpu", copy=True)
+        return copies[id(each)]
+
+    return with_tensors(value, copied)
+
+
+def with_tensors(value: Any, replaced: Callable[[Any], Any], kinds: tuple[type, ...] = (torch.Tensor,)) -> Any:
+    """A value with other tensors. Its dictionaries, lists and tuples are copies.
+
+    kinds: the types of what is replaced.
+    """
+    if isinstance(value, kinds):
+        return replaced(value)
+    if isinstance(value, dict):
+        new = copy(value)
+        new.update((key, with_tensors(each, replaced, kinds)) for key, each in value.items())
+        return new
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors(each, replaced, kinds) for each in value)
+    return value
+
+
+class Spread(NamedTuple):
+    """How a DTensor lies over processes: which these are, and what part of it each of them has."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+
+
+def spread_of(tensor: torch.Tensor) -> Spread | None:
+    """None for a tensor that is no DTensor."""
+    dtensor = _dtensor(tensor)
+    return None if dtensor is None else Spread(dtensor.device_mesh, tuple(dtensor.placements))
+
+
+def largest_share(tensor: torch.Tensor) -> int:
+    """The elements that one process has, where that are most: in all processes the same number."""
+    spread = spread_of(tensor)
+    if spread is None:
+        return tensor.numel()
+    shape = list(tensor.shape)
+    for size, placement in zip(spread.mesh.shape, spread.placements, strict=True):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            shape[dim] = -(-shape[dim] // size)
+    return math.prod(shape)
+
+
+def local_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of what this process has."""
+    dtensor = _dtensor(tensor)
+    return tensor.shape if dtensor is None else dtensor.to_local().shape
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of it. For a DTensor all of its processes have to call this."""
+    dtensor = _dtensor(tensor)
+    return tensor if dtensor is None else dtensor.full_tensor()
+
+
+def _dtensor(tensor: torch.Tensor) -> Any:
+    # Importing it takes longer than all the rest of the package. Who has a DTensor has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-Param = torch.Tensor
-State = dict[Any, Any]
+from .layout import Param, State
 
 
 class PartialStep:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -10,14 +13,10 @@ from ..device import Device, Stream
 from ..fixed_slots import Exclusive
 from ..host_tier import DeviceSlot, HostSlot
 from ..transfer import Ticket, TransferEngine
-from .bucket import Bucket
-from .layout import Movable
-from .partial_step import Param
-from .residence import Residence
-from .ring import Range, Ring
+from .bucket import Bucket, Residence, fetch_ahead
+from .layout import Param, Splitter
 
-# How many buckets a step is ahead with reads from disk.
-AHEAD = 3
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -30,15 +29,9 @@ class Pipeline:
     exclusive: inside, the engine may be called.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        engine: TransferEngine,
-        exclusive: Exclusive,
-        movable: Movable,
-    ) -> None:
+    def __init__(self, device: Device, engine: TransferEngine, exclusive: Exclusive, split: Splitter) -> None:
         self._device = device
-        self._movable = movable
+        self._split = split
         self._engine = engine
         self._exclusive = exclusive
         self._window: _Window | None = None
@@ -66,16 +59,14 @@ class Pipeline:
                 self._bring(bucket, changing[bucket], window_bytes)
                 if bucket.away(changing[bucket]):
                     raise RuntimeError("a bucket found no place in the window, though all before it have left")
-                following = buckets[index + 1 : index + 1 + AHEAD]
-                for ahead in following:
-                    if ahead.residence is not None and ahead.away(changing[ahead]):
-                        ahead.residence.fetch()
+                following = buckets[index + 1 :]
+                fetch_ahead(following, changing)
                 if following and (after := following[0].residence) is not None and after.ready:
                     # Some optimizers make the host wait in the middle of a step.
                     self._bring(following[0], changing[following[0]], window_bytes)
                 self._one(bucket, changing[bucket], step, replace)
         finally:
-            self.give_up()
+            self.drop()
 
     def prefetch(self, bucket: Bucket, window_bytes: int) -> None:
         """Begins to bring the first bucket of the step to come. Where that would take a wait, only to the host."""
@@ -86,8 +77,45 @@ class Pipeline:
             return
         self._bring(bucket, set(bucket.params), window_bytes)
 
-    def give_up(self) -> None:
-        """Whatever is still in the window is left as it was when it came, and the window's memory is given back."""
+    def offload(self, bucket: Bucket, stream: Stream) -> tuple[Ticket, object] | None:
+        """Begins to copy to its residence what of a bucket is on the device, outside of a step.
+
+        Returns the copy, and what has to live until it has ended; None where there is nothing to copy.
+        """
+        residence = bucket.residence
+        if residence is None or not bucket.here():
+            return None
+        host = residence.take(blank=not bucket.away())
+        copied = None
+        try:
+            leaving = bucket.leave(host, stream, set(bucket.params), self._split)
+            with self._exclusive:
+                copied = self._engine.offload(leaving[0])
+        finally:
+            residence.leave(copied)
+        return copied, leaving
+
+    def reload(self, buckets: Sequence[Bucket]) -> None:
+        """Copies to the device what is away, outside of a step. All or nothing: raises torch.OutOfMemoryError."""
+        stream = self._device.current_stream()
+        away = [bucket for bucket in buckets if bucket.away()]
+        flats = [self._device.empty(bucket.nbytes, torch.uint8) for bucket in away]
+        for index, (bucket, flat) in enumerate(zip(away, flats, strict=True), start=1):
+            if (residence := bucket.residence) is None:
+                continue
+            fetch_ahead(away[index:])
+            host = residence.take(blank=False)
+            came = None
+            try:
+                with self._exclusive:
+                    (came,) = self._engine.reload([(host, DeviceSlot(flat, stream), residence.ticket)])
+            finally:
+                residence.leave(None, came)
+            came.hold(stream)
+            bucket.arrive(bucket.params, flat)
+
+    def drop(self) -> None:
+        """Whatever is still in the window is left as it was when it came, and the window's memory is freed."""
         window, self._window = self._window, None
         if window is not None:
             window.close(self._device.current_stream())
@@ -95,12 +123,12 @@ class Pipeline:
     def _bring(self, bucket: Bucket, params: Set[Param], window_bytes: int) -> None:
         runs = bucket.runs(params)
         residence = bucket.residence
-        if not runs or residence is None or (self._window is not None and bucket in self._window):
+        if not runs or residence is None or (self._window is not None and bucket in self._window.slots):
             return
         window = self._window
         if window is None:
             window = self._window = _Window(self._device, window_bytes)
-        place = window.place(bucket)
+        place = window.ring.take(bucket.nbytes)
         if place is None:
             return  # it would overlap the bucket that is to be stepped first
         try:
@@ -109,13 +137,15 @@ class Pipeline:
             place.leave(place.after)
             raise
         slot = window.slots[bucket] = _Slot(place, residence, host)
+        flat = window.flat[place.start : place.end]
         moves = [
-            (HostSlot(host.tensor[start:end], host.lease), window.slot(place, start, end)) for start, end in runs
+            (HostSlot(host.tensor[start:end], host.lease), DeviceSlot(flat[start:end], window.stream))
+            for start, end in runs
         ]
         with self._exclusive:
-            after = place.after if residence.ticket is None else [*place.after, residence.ticket]
+            after = [window.allocated, *place.after, *([] if residence.ticket is None else [residence.ticket])]
             slot.came = self._engine.reload_into(moves, after)
-        bucket.arrive(params, window.flat[place.start : place.end])
+        bucket.arrive(params, flat)
 
     def _one(
         self,
@@ -126,22 +156,25 @@ class Pipeline:
     ) -> None:
         stream = self._device.current_stream()
         residence = bucket.residence if changing else None
-        slot = None if self._window is None else self._window.hold(bucket, stream)
+        slot = None if self._window is None else self._window.slots.get(bucket)
+        came = None if slot is None else slot.came
+        if came is not None:
+            came.hold(stream)
         if residence is None:
             if not step(bucket):
                 replace(bucket)
             return
         # Asked for before anything is changed: there may be no room.
         host = residence.take(blank=not bucket.away()) if slot is None else slot.host
-        came = None if slot is None else slot.came
         done = None
         fits = True
         try:
             fits = step(bucket)
-            if fits and (leaving := bucket.leave(host, stream, changing, self._movable)).moves:
+            moves, strangers = bucket.leave(host, stream, changing, self._split) if fits else ([], [])
+            if moves:
                 with self._exclusive:
-                    done = self._engine.offload(leaving.moves)
-                if leaving.strangers:
+                    done = self._engine.offload(moves)
+                if strangers:
                     # Their memory is free for the next bucket as soon as they are gone from here.
                     done.hold(stream)
         finally:
@@ -149,68 +182,102 @@ class Pipeline:
             if not fits:
                 replace(bucket)
             if slot is not None and self._window is not None:
-                self._window.leave(bucket, Ticket(stream.record_event(), self._device) if done is None else done)
+                done = done or Ticket(stream.record_event(), self._device)
+                self._window.slots.pop(bucket).place.leave([done])
 
 
 class _Window:
-    """Device memory that buckets pass through, and those that are in it."""
+    """Device memory that buckets pass through, and those that are in it.
+
+    allocated: whoever had the memory before is still at work until then.
+    """
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self._stream = device.current_stream()
-        self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
-        self._ring: Ring[Ticket] = Ring(nbytes)
-        # Whoever had the memory before may be still at work.
-        self._allocated = Ticket(self._stream.record_event(), device)
+        self.stream = device.current_stream()
+        self.flat = device.empty(nbytes, torch.uint8)
+        self.ring: Ring[Ticket] = Ring(nbytes)
+        self.allocated = Ticket(self.stream.record_event(), device)
         self.slots: dict[Bucket, _Slot] = {}
-
-    def __contains__(self, bucket: Bucket) -> bool:
-        return bucket in self.slots
-
-    def place(self, bucket: Bucket) -> Range[Ticket] | None:
-        place = self._ring.take(bucket.nbytes)
-        if place is not None:
-            place.after.append(self._allocated)
-        return place
-
-    def slot(self, place: Range[Ticket], start: int, end: int) -> DeviceSlot:
-        return DeviceSlot(self.flat[place.start + start : place.start + end], self._stream)
-
-    def hold(self, bucket: Bucket, stream: Stream) -> _Slot | None:
-        """Makes the stream wait for the bucket. Its place; None if it did not come through the window."""
-        slot = self.slots.get(bucket)
-        if slot is not None and slot.came is not None:
-            slot.came.hold(stream)
-        return slot
-
-    def leave(self, bucket: Bucket, done: Ticket) -> None:
-        self.slots.pop(bucket).place.leave([done])
 
     def keep_only(self, buckets: Sequence[Bucket]) -> None:
         """What came for nothing leaves its place."""
         for bucket in [bucket for bucket in self.slots if bucket not in buckets]:
-            self._abandon(bucket)
+            self._drop(bucket)
 
     def close(self, stream: Stream) -> None:
         for bucket in list(self.slots):
-            self._abandon(bucket)
-        for ticket in self._ring.waits():
+            self._drop(bucket)
+        for ticket in self.ring.waits():
             ticket.hold(stream)
-        if stream.stream_id != self._stream.stream_id:
+        if stream.stream_id != self.stream.stream_id:
             # The memory goes back to the stream on which it was allocated.
-            self._stream.wait_event(stream.record_event())
+            self.stream.wait_event(stream.record_event())
 
-    def _abandon(self, bucket: Bucket) -> None:
+    def _drop(self, bucket: Bucket) -> None:
         slot = self.slots.pop(bucket)
-        bucket.forget_flat()
+        bucket.drop_flat()
         slot.residence.leave(None, slot.came)
         slot.place.leave(slot.place.after if slot.came is None else [slot.came])
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
     """A bucket's place in the window, and its bytes on the host. came: the copy between the two."""
 
-    def __init__(self, place: Range[Ticket], residence: Residence, host: HostSlot) -> None:
-        self.place = place
-        self.residence = residence
-        self.host = host
-        self.came: Ticket | None = None
+    place: Range[Ticket]
+    residence: Residence
+    host: HostSlot
+    came: Ticket | None = None
+
+
+class Ring(Generic[T]):
+    """Hands out ranges of `nbytes` bytes, round and round.
+
+    A range is in use until its `leave` says what to wait for. From then on it may be handed out again, to one who
+    waits. Ranges are filled in the order in which they are taken: what one has waited for, no later one has to.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._ranges: deque[Range[T]] = deque()
+        self._next = 0
+
+    def take(self, nbytes: int) -> Range[T] | None:
+        """The next range; None as long as one that it would overlap is in use.
+
+        Raises ValueError for more bytes than the ring has.
+        """
+        if nbytes > self.nbytes:
+            raise ValueError(f"{nbytes} bytes of a ring of {self.nbytes}")
+        start = self._next if self._next + nbytes <= self.nbytes else 0
+        new: Range[T] = Range(start, start + nbytes)
+        before = [other for other in self._ranges if other.start < new.end and new.start < other.end]
+        for other in before:
+            if not other.left:
+                return None
+        for other in before:
+            new.after += other.waits
+            self._ranges.remove(other)
+        self._ranges.append(new)
+        self._next = new.end
+        return new
+
+    def waits(self) -> list[T]:
+        """What has to be waited for before the whole ring is anybody else's."""
+        return [wait for each in self._ranges for wait in each.waits]
+
+
+@dataclass(slots=True, eq=False)
+class Range(Generic[T]):
+    """Bytes of a ring. after: what to wait for before they are used."""
+
+    start: int
+    end: int
+    after: list[T] = field(default_factory=list)
+    waits: list[T] = field(default_factory=list)
+    left: bool = False
+
+    def leave(self, waits: list[T]) -> None:
+        """They are free for whoever waits for this."""
+        self.waits = waits
+        self.left = True

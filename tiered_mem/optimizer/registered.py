@@ -15,9 +15,10 @@ from ..host_tier import HostTier
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
 from ..transfer import TransferEngine
-from .known import check_has_states
-from .residence import Residences
+from .buckets import Buckets
+from .residences import Residences
 from .states import States
+from .step_choice import check_has_states
 from .tiered_optimizer import TieredOptimizer
 
 _log = logging.getLogger("tiered_mem.optimizer")
@@ -53,7 +54,7 @@ class RegisteredOptimizers:
         owner: object,
     ) -> TieredOptimizer:
         """What `TieringManager.register_optimizer` does. owner: lives as long as what is returned."""
-        self.bury()
+        self.free()
         self._check(optimizer)
         if residency not in get_args(Residency):
             names = ", ".join(map(repr, get_args(Residency)))
@@ -62,16 +63,11 @@ class RegisteredOptimizers:
             raise ValueError("residency 'disk' needs a disk tier: make the manager with a spill_dir")
         disk = self._disk if residency == "disk" else None
         residences = Residences(self._host, disk, self._exclusive, bucket_bytes)
-        states = States(
-            optimizer,
-            self._device,
-            self._engine,
-            self._exclusive,
-            residences,
-            bucket_bytes=bucket_bytes,
-            stay=residency == "device-until-offload",
-            separable=separable,
+        stay = residency == "device-until-offload"
+        buckets = Buckets(
+            optimizer, self._device, self._engine, self._exclusive, residences, stay=stay, separable=separable
         )
+        states = States(optimizer, buckets)
         tiered = TieredOptimizer(optimizer, states, owner)
         try:
             states.adopt()
@@ -84,28 +80,28 @@ class RegisteredOptimizers:
         _tell(tiered, residency)
         return tiered
 
-    def bury(self) -> None:
-        """Gives back the memory of optimizers that nobody has any more."""
+    def free(self) -> None:
+        """Frees the memory of optimizers that nobody has any more."""
         while self._forgotten:
             self._forgotten.popleft().close()
 
-    def progress(self) -> None:
+    def poll(self) -> None:
         """Goes on with files that can be written by now. Does not wait."""
         if self._all:
             for optimizer in list(self._all):
-                optimizer.states.progress()
+                optimizer.states.poll()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until every file is written."""
-        self.bury()
+        self.free()
         for optimizer in list(self._all):
-            optimizer.states.settle()
+            optimizer.states.wait()
 
     def close(self) -> None:
         """Ends them all. Their states are gone."""
-        self.bury()
         for optimizer in list(self._all):
             optimizer.states.close()
+        self.free()  # after the others, of which one may have died meanwhile
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -127,7 +123,7 @@ def _tell(optimizer: TieredOptimizer, residency: Residency) -> None:
         _log.info(
             "%s is stepped at once: all of its states, %s as far as is known, are on the device during a step. "
             "With separable=True it is stepped bucket by bucket, if it steps each parameter by itself",
-            *(name, format_bytes(optimizer.states.nbytes)),
+            *(name, format_bytes(optimizer.states.buckets.nbytes)),
         )
     if residency == "disk":
         _log.info(

@@ -1,37 +1,22 @@
-"""The states of one optimizer, in buckets."""
+"""The states of one optimizer, for one thread at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ..device import Device
 from ..errors import Closed, InterruptedStep
-from ..fixed_slots import Exclusive
 from ..interrupts import interruptible, uninterrupted
-from ..transfer import TransferEngine
 from .backward_watch import BackwardWatch
-from .bucket import Bucket, pack
-from .bucket_mover import BucketMover
-from .layout import Layout, Movable, layout_of
-from .own_tensors import OwnTensors
-from .partial_step import Param, PartialStep, State, bare_step
-from .pipeline import AHEAD, Pipeline
-from .residence import Residences
-from .snapshot import on_cpu, with_tensors
-from .step_choice import StepChoice
-from .trial import Trial
-from .whole import Whole
-
-_log = logging.getLogger("tiered_mem.optimizer")
+from .bucket import fetch_ahead
+from .buckets import Buckets
+from .layout import Param, State, on_cpu
+from .partial_step import bare_step
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,59 +35,23 @@ def _alone(method: Callable[Concatenate[States, P], R]) -> Callable[Concatenate[
 
 
 class States:
-    """The states of one optimizer. Between steps they rest in `residences`, or stay on the device until `offload`.
+    """The states of one optimizer, in buckets. None are here before `adopt`.
 
-    None are here before `adopt`.
-
-    bucket_bytes: half of the device memory that states pass through in a step, a parameter aside whose state is
-    larger. A bucket has at most half as much, so that one can come and one leave while one is stepped.
-    stay: they stay on the device until `offload`, and are there again after `reload`.
-    separable: the optimizer may be stepped bucket by bucket, and is tried out unless that is known of it. False is
-    at once, with all states on the device; None is at once unless it is known.
+    buckets: of this optimizer, not used otherwise.
 
     at_once: whether it is stepped at once. closure_first: whether a step calls a closure once, before all else.
     version: another one whenever states have changed.
-
-    Raises NeedsAll for an optimizer that cannot be stepped bucket by bucket.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: Device,
-        engine: TransferEngine,
-        exclusive: Exclusive,
-        residences: Residences,
-        *,
-        bucket_bytes: int,
-        stay: bool,
-        separable: bool | None,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Buckets) -> None:
         self._lock = threading.RLock()
         self._optimizer = optimizer
-        self._device = device
-        self._residences = residences
-        self._bucket_bytes = bucket_bytes
-        self._stay = stay
-        self._away = not stay
-        self._choice = StepChoice(optimizer, separable)
-        self.at_once = self._choice.at_once
-        self.closure_first = self._choice.closure_first
-        known = not self._choice.in_order
-        self._movable = OwnTensors(device) if self.at_once and not known else Movable(device)
-        self._trial = Trial(optimizer, self._movable)
-        self._choice.check(self._trial)
-        self._pipeline = Pipeline(device, engine, exclusive, self._movable)
-        self._mover = BucketMover(device, engine, exclusive, residences, self._movable)
-        self._pack = partial(pack, limit=bucket_bytes // 2, in_order=self._choice.in_order)
-        self._whole = Whole(optimizer, self._mover, self._movable, self._pack)
-        self.buckets: list[Bucket] = []
-        self._known: set[Param] = set()
-        self._broken: Callable[[], InterruptedStep] | None = None
+        self.buckets = buckets
+        self.at_once = buckets.choice.at_once
+        self.closure_first = buckets.choice.closure_first
         self.version = 0
         self._closed = False
-        prefetch = weakref.WeakMethod(self._prefetch)
-        self._watch = BackwardWatch(lambda: None if (call := prefetch()) is None else call())
+        self._watch = BackwardWatch(self._prefetch)
 
     @_alone
     def adopt(self) -> None:
@@ -113,48 +62,9 @@ class States:
         """
         self._not_inside("have new parameters")
         self.version += 1
-        self._whole.look()
-        self._choice.look_at_groups()
-        state = self._optimizer.state
-        layouts: dict[Param, Layout] = {}
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if param not in self._known and param not in layouts:
-                    layouts[param] = self._layout_of(param, group)
-        before = dict(state)
-        buckets = self._pack(layouts.items())
-        try:
-            self._mover.settle_down(buckets)
-            for bucket in buckets:
-                for param in bucket.params:
-                    if isinstance(state.get(param), dict):
-                        # Other dictionaries with the same tensors: those from before are there to go back to.
-                        bucket.states[param] = with_tensors(state.pop(param), lambda tensor: tensor)
-            self.give_up_prefetch()
-            if self._away:
-                self._mover.send_away(buckets)
-                self._residences.progress()
-        except BaseException:
-            for bucket in buckets:
-                if bucket.residence is not None:
-                    bucket.residence.release()
-            state.clear()
-            state.update(before)
-            raise
-        self._known.update(layouts)
-        self.buckets += buckets
-        if self._away:
+        self.buckets.adopt()
+        if self.buckets.away:
             self._learn()
-
-    def _layout_of(self, param: Param, group: State) -> Layout:
-        state = self._optimizer.state.get(param)
-        if not param.requires_grad or isinstance(state, dict):
-            return layout_of(param, state if isinstance(state, dict) else {}, self._movable)
-        try:
-            return self._trial.layout_of(param, group)
-        except ValueError as error:
-            _log.debug("what states it makes is seen in the first step: %s", str(error))
-            return Layout((), 0)
 
     @_alone
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -166,13 +76,17 @@ class States:
         the optimizer alone does, and leaves the same behind.
         """
         self.check()
-        if not self._whole.here:
+        buckets = self.buckets
+        if not buckets.here:
             self._adopt_unknown()
-        in_place = self._whole.here or not self._away
-        if in_place or closure is not None or self._choice.at_once_now(self.buckets):
+        in_place = buckets.here or not buckets.away
+        if in_place or closure is not None or buckets.choice.at_once_now(buckets.all):
             with self.present():
                 return bare_step(self._optimizer)(*([] if closure is None else [_interruptible(closure)]))
-        self._step_by_bucket()
+        self.version += 1
+        buckets.step()
+        self.poll()
+        self._learn()
         return None
 
     @contextlib.contextmanager
@@ -184,62 +98,23 @@ class States:
         """
         with self._lock:
             self.check()
-            if self._whole.here:
+            if self.buckets.here:
                 yield
                 return
             self._adopt_unknown()
-            self._pipeline.give_up()
-            self._whole.bring(self.buckets)
-            self._residences.step_begins()
+            self.buckets.bring()
             self.version += 1
             try:
                 yield
             finally:
                 self.version += 1
                 if not self._closed:
-                    self.buckets = self._whole.take_over(self.buckets, away=self._away)
-            if self._away:
-                self.progress()
+                    self.buckets.take_over()
+            if self.buckets.away:
+                self.poll()
                 self._learn()
 
-    def _step_by_bucket(self) -> None:
-        self._choice.check_gradients(self._trial)
-        self._residences.step_begins()
-        self.version += 1
-        step_of = PartialStep(self._optimizer)
-        changing: dict[Bucket, set[Param]] = {
-            bucket: {param for param in bucket.params if param.grad is not None} for bucket in self.buckets
-        }
-        begun = stepped = 0
-
-        def step(bucket: Bucket) -> bool:
-            nonlocal begun, stepped
-            self._residences.progress()
-            begun += bool(changing[bucket])
-            # What has no gradient and came along early is not taken back, and so not to be changed.
-            away = {param for param in bucket.states if bucket.away([param]) or param not in changing[bucket]}
-            here = {param: state for param, state in bucket.states.items() if param not in away}
-            bucket.states.update(step_of.step(bucket.params, here, away))
-            stepped += bool(changing[bucket])
-            return bucket.fits(self._movable)
-
-        try:
-            self._pipeline.run(self.buckets, changing, step, self._replace, self._window_bytes())
-        except BaseException as error:
-            if not begun:
-                raise
-            self._broken = partial(InterruptedStep, self._name, stepped, len(self.buckets))
-            if isinstance(error, Exception):
-                raise self._broken() from error
-            raise
-        self.progress()
-        self._learn()
-
-    def _learn(self) -> None:
-        if not self.at_once:
-            self._watch.step_ends(self._known)
-
-    def progress(self) -> None:
+    def poll(self) -> None:
         """Goes on with files: writes what can be written by now, and reads what the next step begins with.
 
         Does not wait.
@@ -247,23 +122,21 @@ class States:
         if not self._lock.acquire(blocking=False):
             return  # whoever has it goes on as well
         try:
-            self._residences.progress()
-            if self._broken is None and not self._closed:
-                for bucket in self.buckets[:AHEAD]:
-                    if bucket.residence is not None and bucket.away():
-                        bucket.residence.fetch()
+            self.buckets.residences.poll()
+            if self._usable:
+                fetch_ahead(self.buckets.all)
         finally:
             self._lock.release()
 
     @_alone
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until every file is written."""
-        self._residences.settle()
+        self.buckets.residences.wait()
 
     @_alone
-    def give_up_prefetch(self) -> None:
+    def drop_prefetch(self) -> None:
         """There is no step to come after all."""
-        self._pipeline.give_up()
+        self.buckets.drop_prefetch()
 
     @_alone
     def offload(self) -> None:
@@ -273,46 +146,37 @@ class States:
         """
         self.check()
         self._not_inside("be offloaded")
-        self._pipeline.give_up()
-        self._away = True
-        self._mover.send_away(self.buckets)
+        self.buckets.offload()
 
     @_alone
     def reload(self) -> None:
         """Everything is on the device again, if it stays there. All or nothing: raises torch.OutOfMemoryError."""
         self.check()
         self._not_inside("be reloaded")
-        if not self._stay:
-            return
-        self._mover.bring_back(self.buckets)
-        self._away = False
+        self.buckets.reload()
 
     @_alone
     def snapshot(self) -> dict[Any, Any]:
         """Copies of all states by parameter, and of what else the optimizer keeps, in pageable memory."""
         self.check()
-        self._pipeline.give_up()  # what has come early for the next step
+        self.buckets.drop_prefetch()
         whole: dict[Any, Any] = {key: on_cpu(value) for key, value in self._optimizer.state.items()}
-        for bucket in self.buckets:
-            whole |= self._copies(bucket)
+        for bucket in self.buckets.all:
+            whole |= bucket.copies()
         return whole
-
-    def _copies(self, bucket: Bucket) -> dict[Param, State]:
-        cpu = bucket.residence.copy_out() if bucket.residence is not None and bucket.away() else None
-        return {param: bucket.copies(param, cpu) for param in bucket.params if param in bucket.states}
 
     def keys(self) -> list[Any]:
         """What has a state: parameters, for the most part."""
-        return [*self._optimizer.state, *(param for bucket in self.buckets for param in bucket.states)]
+        return [*self._optimizer.state, *(param for bucket in self.buckets.all for param in bucket.states)]
 
     @_alone
     def copies_with(self, key: Any) -> dict[Any, State]:
         """The states of the bucket that a parameter is in, as in `snapshot`; its own is empty if it has none."""
         self.check()
-        self._pipeline.give_up()
-        for bucket in self.buckets:
+        self.buckets.drop_prefetch()
+        for bucket in self.buckets.all:
             if key in bucket.states:
-                return self._copies(bucket)
+                return bucket.copies()
         return {key: on_cpu(self._optimizer.state.get(key, {}))}
 
     @_alone
@@ -325,54 +189,36 @@ class States:
 
         Raises what `load` does. If that has changed nothing, all states are as before; otherwise check() says so.
         """
+        buckets = self.buckets
         if self._closed:
             self.check()
         self._not_inside("be loaded")
-        self._pipeline.give_up()
+        buckets.drop_prefetch()
         self._adopt_unknown()
-        at_once = at_once or self.at_once
         before = self._optimizer.state
         loaded = 0
         try:
-            load([param for bucket in self.buckets for param in bucket.params] if at_once else [])
-            others = {key: value for key, value in self._optimizer.state.items() if key not in self._known}
+            load([param for bucket in buckets.all for param in bucket.params] if at_once or self.at_once else [])
+            others = {key: value for key, value in self._optimizer.state.items() if key not in buckets.known}
             if self.at_once:
-                self._renew_all()
+                self.version += 1
+                buckets.renew_all()
             else:
-                for bucket in self.buckets:
+                for bucket in buckets.all:
                     if not at_once:
                         load(bucket.params)
-                    self._renew(bucket)
+                    self.version += 1
+                    buckets.renew(bucket)
                     loaded += 1
         except BaseException:
             if self._optimizer.state is not before:
-                self._broken = partial(InterruptedStep, self._name, loaded, len(self.buckets), loading=True)
+                name, count = type(self._optimizer).__name__, len(buckets.all)
+                buckets.broken = functools.partial(InterruptedStep, name, loaded, count, loading=True)
             raise
         self._optimizer.state.clear()
         self._optimizer.state.update(others)
-        self._choice.look_at_groups()
-        self._broken = None
-
-    def _renew_all(self) -> None:
-        self.version += 1
-        for bucket in self.buckets:
-            bucket.forget_flat()
-        self.buckets = self._whole.take_over(self.buckets, away=self._away)
-
-    def _renew(self, bucket: Bucket) -> None:
-        """Takes over the states that the optimizer has now of the parameters of a bucket."""
-        self.version += 1
-        bucket.forget_flat()
-        state = self._optimizer.state
-        bucket.states = {param: state.pop(param) for param in bucket.params if param in state}
-        if not bucket.fits(self._movable):
-            self._replace(bucket)
-        elif self._away:
-            self._mover.send_away([bucket])
-
-    def _adopt_unknown(self) -> None:
-        if any(param not in self._known for group in self._optimizer.param_groups for param in group["params"]):
-            self.adopt()
+        buckets.choice.look_at_groups()
+        buckets.broken = None
 
     def check(self) -> None:
         """Raises Closed or InterruptedStep where the states cannot be used."""
@@ -380,71 +226,44 @@ class States:
             raise Closed(
                 "the manager is closed, and with it the states of the optimizer are gone: take state_dict() before"
             )
-        if self._broken is not None:
-            raise self._broken()
+        if self.buckets.broken is not None:
+            raise self.buckets.broken()
 
     @_alone
     def close(self) -> None:
-        """Gives back all memory. The states are gone."""
+        """Frees all memory. The states are gone."""
         self._closed = True
         self.version += 1
         self._watch.close()
-        self._pipeline.give_up()
-        for bucket in self.buckets:
-            if bucket.residence is not None:
-                bucket.residence.release()
-            bucket.states.clear()
-        self._residences.close()
+        self.buckets.close()
+        self.buckets.residences.close()
 
     @property
-    def _name(self) -> str:
-        return type(self._optimizer).__name__
+    def _usable(self) -> bool:
+        return self.buckets.broken is None and not self._closed
 
-    @property
-    def nbytes(self) -> int:
-        """What all states take that can move."""
-        return sum(bucket.nbytes for bucket in self.buckets)
-
-    @property
-    def step_bytes(self) -> int:
-        """The device memory that states take in a step, and not between steps."""
-        if not self._away:
-            return 0
-        return self.nbytes if self.at_once else self._window_bytes()
-
-    @property
-    def host_bytes(self) -> int:
-        """The host memory that is taken for states, or to stage them on their ways to disk and back."""
-        return self._residences.host_bytes
+    def _adopt_unknown(self) -> None:
+        known = self.buckets.known
+        if any(param not in known for group in self._optimizer.param_groups for param in group["params"]):
+            self.adopt()
 
     def _not_inside(self, what: str) -> None:
-        if self._whole.here:
+        if self.buckets.here:
             raise RuntimeError(f"the states cannot {what} in the middle of a step, or inside of present()")
+
+    def _learn(self) -> None:
+        if not self.at_once:
+            self._watch.step_ends(self.buckets.known)
 
     def _prefetch(self) -> None:
         """Brings the first bucket of the next step to the device while backward ends, if the memory is there."""
         if not self._lock.acquire(blocking=False):
             return  # a step is under way, whose closure this backward is of
         try:
-            first = next((bucket for bucket in self.buckets if bucket.away()), None)
-            if first is None or self._broken is not None or self._closed or self.at_once:
-                return
-            # Not on top of what backward needs: the peak stays what it is.
-            if self._window_bytes() <= self._device.below_peak():
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    self._pipeline.prefetch(first, self._window_bytes())
+            if self._usable and not self.at_once:
+                self.buckets.prefetch()
         finally:
             self._lock.release()
-
-    def _window_bytes(self) -> int:
-        # Room for one that comes, one that is stepped, one that leaves, and for what is lost where the ring ends.
-        largest = max((bucket.nbytes for bucket in self.buckets), default=0)
-        large = largest if largest > self._bucket_bytes // 2 else 0
-        return min(2 * self._bucket_bytes + large, self.nbytes)
-
-    def _replace(self, bucket: Bucket) -> None:
-        if self._mover.replace(bucket, self._name) and self._away:
-            self._mover.send_away([bucket])
 
 
 def _interruptible(closure: Callable[[], float]) -> Callable[[], float]:

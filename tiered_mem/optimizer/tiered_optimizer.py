@@ -11,11 +11,9 @@ from typing import Any, NoReturn, overload
 import torch
 
 from ..interrupts import uninterrupted
-from .known import HOOKS
-from .leaves import contents
-from .partial_step import Param, State
-from .snapshot import on_cpu
+from .layout import Param, State, contents, on_cpu
 from .states import States
+from .trial import HOOKS
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -81,12 +79,12 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         States that the optimizer has not made yet are known where it could be tried out, and count.
         """
-        return self._states.step_bytes
+        return self._states.buckets.step_bytes
 
     @property
     def host_bytes(self) -> int:
         """The host memory in bytes that the states take. With residency="disk", that through which they pass."""
-        return self._states.host_bytes
+        return self._states.buckets.residences.host_bytes
 
     @contextlib.contextmanager
     def present(self) -> Iterator[torch.optim.Optimizer]:
@@ -133,7 +131,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A step that was prepared for and does not come is one that was left out."""
-        self._states.give_up_prefetch()
+        self._states.drop_prefetch()
         super().zero_grad(set_to_none)
 
     @uninterrupted

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import random
+import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..device import Device
 from ..wrappers import plain_tensors
-from .known import HOOKS
-from .layout import Layout, Movable, layout_of
-from .leaves import contents
-from .partial_step import NeedsAll, Param, State, bare_step
-from .random_numbers import RandomNumbers, copy_of_generator, generator_types
-from .sharding import spread_of
-from .snapshot import with_tensors
+from .layout import Param, Pieces, Splitter, State, StateLayout, contents, layout_of, spread_of, with_tensors
+from .partial_step import NeedsAll, bare_step
 
+_log = logging.getLogger("tiered_mem.optimizer")
+
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+# What a copy does not take over. A step of the object's own is a scheduler's.
+_ITS_OWN = ("state", "param_groups", "step")
 # Some optimizers make the last of their tensors in the second step.
 _STEPS = 2
 
@@ -30,13 +43,16 @@ class Trial:
     Raises ValueError for an optimizer that cannot be stepped like this.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, movable: Movable) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, split: Splitter) -> None:
         self._optimizer = optimizer
-        self._movable = movable
-        self._known: dict[object, Layout] = {}
+        self._split = split
+        self._known: dict[object, StateLayout] = {}
 
-    def layout_of(self, param: Param, group: State) -> Layout:
-        """That of the state which the parameter will have."""
+    def layout_of(self, param: Param, group: State) -> StateLayout:
+        """That of the state which the parameter has or will have. Empty where that cannot be found out."""
+        state = self._optimizer.state.get(param)
+        if not param.requires_grad or isinstance(state, dict):
+            return layout_of(param, state if isinstance(state, dict) else {}, self._split)
         alike = (
             id(group),
             type(param),
@@ -47,8 +63,12 @@ class Trial:
             spread_of(param),  # and not what this process has of it: all make the same trials
         )
         if alike not in self._known:
-            with self.undisturbed():
-                self._known[alike] = layout_of(param, self._tried(param, group), self._movable)
+            try:
+                with self.undisturbed():
+                    self._known[alike] = layout_of(param, self._tried(param, group), self._split)
+            except ValueError as error:
+                _log.debug("what states it makes is seen in the first step: %s", str(error))
+                return StateLayout((), 0)
         return self._known[alike]
 
     def check_gradient(self, param: Param, group: State) -> None:
@@ -59,17 +79,14 @@ class Trial:
         gradient = param.grad
         if gradient is None:
             return
-        random = RandomNumbers(self._movable.device)
         tiny = torch.zeros((1,) * param.ndim, dtype=param.dtype, device=param.device)
         copy = self.copy([(tiny, group)])
         (twin,) = params_of(copy)
         twin.grad = torch.zeros_like(tiny)
         if gradient.layout is not torch.strided:
             twin.grad = twin.grad.to_sparse(gradient.sparse_dim())
-        try:
+        with same_random_numbers(self._split.device):
             bare_step(copy)()
-        finally:
-            random.restore()
 
     def copy(self, pairs: list[tuple[Param, State]]) -> torch.optim.Optimizer:
         """An optimizer of the same kind, with the same options and copies of these parameters in their groups.
@@ -101,11 +118,11 @@ class Trial:
         return copy
 
     @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[RandomNumbers]:
-        """Random numbers are afterwards as if none had been drawn; errors say what was tried."""
-        random = RandomNumbers(self._movable.device)
+    def undisturbed(self) -> Iterator[Callable[[], None]]:
+        """`same_random_numbers`, and errors say what was tried."""
         try:
-            yield random
+            with same_random_numbers(self._split.device) as restore:
+                yield restore
         except (NeedsAll, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -113,27 +130,80 @@ class Trial:
                 f"{type(self._optimizer).__name__} cannot be tiered bucket by bucket: a step with copies of some "
                 f"of its parameters failed ({type(error).__name__}: {error})"
             ) from error
-        finally:
-            random.restore()
 
     def _tried(self, param: Param, group: State) -> State:
-        copy = self.copy([(param, group)])
-        (twin,) = params_of(copy)
         try:
-            for _ in range(_STEPS):
-                twin.grad = gradient_for(twin, 1)
-                bare_step(copy)()
+            return self._state_after(param, group, lambda twin: gradient_for(twin, 1))
         except RuntimeError as error:
             if "sparse" not in str(error).lower():
                 raise
-            # SparseAdam takes no other.
-            copy = self.copy([(param, group)])
-            (twin,) = params_of(copy)
-            for _ in range(_STEPS):
-                twin.grad = torch.zeros_like(twin).to_sparse()
-                bare_step(copy)()
+        # SparseAdam takes no other.
+        return self._state_after(param, group, lambda twin: torch.zeros_like(twin).to_sparse())
+
+    def _state_after(self, param: Param, group: State, gradient: Callable[[Param], torch.Tensor]) -> State:
+        copy = self.copy([(param, group)])
+        (twin,) = params_of(copy)
+        for _ in range(_STEPS):
+            twin.grad = gradient(twin)
+            bare_step(copy)()
         state = copy.state.get(twin)
         return dict(state) if isinstance(state, dict) else {}
+
+
+class OwnTensors(Splitter):
+    """Moves only tensors whose memory nothing else refers to that the optimizer has.
+
+    An optimizer may have a state that is a view of a larger tensor which it keeps elsewhere, or that is the
+    parameter itself. It would go on with the other one, and not with what was moved and brought back.
+    """
+
+    changes = True
+
+    def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(device)
+        self._optimizer = optimizer
+        self._shared: Set[tuple[int, int]] = frozenset()
+        self._flats: Set[int] = frozenset()
+
+    def look(self, flats: Iterable[torch.Tensor]) -> None:
+        """Finds out what is shared now. flats: the memory of buckets here, in which tensors lie side by side."""
+        self._flats = {_storage(flat) for flat in flats}
+        grads = [param.grad for param in params_of(self._optimizer)]
+        ranges = [
+            self._range(part)
+            for value in contents([vars(self._optimizer), grads])
+            if isinstance(value, torch.Tensor)
+            for part in plain_tensors(value)
+            if part.layout is torch.strided and part.nbytes
+        ]
+        ranges.sort()
+        shared = set()
+        last = (-1, -1, -1)
+        for each in ranges:
+            if each[0] == last[0] and each[1] < last[2]:
+                shared |= {each[:2], last[:2]}
+            last = max(last, each, key=lambda one: (one[0], one[2]))
+        self._shared = shared
+
+    def __call__(self, value: object) -> Pieces | None:
+        pieces = super().__call__(value)
+        return pieces if pieces is not None and all(map(self._alone, pieces.tensors)) else None
+
+    def _alone(self, tensor: torch.Tensor) -> bool:
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        return (whole or _storage(tensor) in self._flats) and self._range(tensor)[:2] not in self._shared
+
+    def _range(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """The storage, and the bytes of it that the tensor is about: all of them, but for a bucket's memory."""
+        storage = _storage(tensor)
+        if storage not in self._flats:
+            return storage, 0, max(tensor.untyped_storage().nbytes(), 1)
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        return storage, start, start + tensor.nbytes
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Param]:
@@ -155,14 +225,47 @@ def gradient_for(param: Param, scale: float) -> torch.Tensor:
     return gradient
 
 
-# What a copy does not take over. A step of the object's own is a scheduler's.
-_ITS_OWN = ("state", "param_groups", "step")
-
-
 def _cloned(value: Any) -> Any:
+    numpy = _numpy_random()
+    generators = (torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
+
     def clone(each: Any) -> Any:
         if isinstance(each, torch.Tensor):
             return each if isinstance(each, torch.nn.Parameter) else each.detach().clone()
-        return copy_of_generator(each)
+        if isinstance(each, torch.Generator):
+            return torch.Generator(each.device).set_state(each.get_state())
+        return deepcopy(each)
 
-    return with_tensors(value, clone, (torch.Tensor, *generator_types()))
+    return with_tensors(value, clone, (torch.Tensor, *generators))
+
+
+@contextlib.contextmanager
+def same_random_numbers(device: Device) -> Iterator[Callable[[], None]]:
+    """Afterwards the random numbers of torch, Python and numpy are as if none had been drawn.
+
+    device: that of torch's, beside the CPU. Gives a function that makes them so in the middle, too.
+    """
+    restores: list[Callable[[], None]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
+    ]
+    if (numpy := _numpy_random()) is not None:
+        restores.append(partial(numpy.set_state, numpy.get_state()))
+    if device.kind != "cpu":
+        on_device: Any = torch.get_device_module(device.torch_device)
+        state = on_device.get_rng_state(device.torch_device)
+        restores.append(partial(on_device.set_rng_state, state, device.torch_device))
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _numpy_random() -> Any:
+    # numpy itself imports it only for who uses it.
+    return sys.modules.get("numpy.random")
