@@ -1,13 +1,31 @@
-"""What the policies have in common that move the blocks of a layer together."""
+"""What the policies have in common that move the blocks of a layer together, and where they have sent blocks."""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Generic
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from .base import Action, Dropped, Event, ForwardBegin, ForwardEnd, HostPressure, LayerBegin, LayerEnd, Saved
-from .ledger import G, Ledger
+from .base import (
+    Action,
+    Dropped,
+    Event,
+    Fetch,
+    ForwardBegin,
+    ForwardEnd,
+    HostPressure,
+    LayerBegin,
+    LayerEnd,
+    Offload,
+    Release,
+    Saved,
+    Spill,
+)
+
+G = TypeVar("G", bound="Graph")
 
 
 class LayerPolicy(ABC, Generic[G]):
@@ -73,3 +91,143 @@ class LayerPolicy(ABC, Generic[G]):
     @abstractmethod
     def _returns(self, layer: int) -> int:
         """A number that is smaller for a layer that comes back later."""
+
+
+@dataclass
+class Ledger(Generic[G]):
+    """The blocks of all graphs in flight, and those that a policy has sent away from the device.
+
+    A block that several layers or graphs save belongs to the last of them: only then is the device done with it. It
+    is spilled at most once each time it leaves the device, and never after its reload was advised. A graph is
+    dropped when its forward has ended and none of its blocks is left.
+    """
+
+    graphs: dict[int, G] = field(default_factory=dict)
+    # The graph and the layer that each block belongs to, and its size in bytes.
+    _homes: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)
+    _leaving: dict[int, None] = field(default_factory=dict)
+    _on_host: defaultdict[tuple[int, int], dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
+    _on_disk: set[int] = field(default_factory=set)
+
+    def save(self, graph: G, layer: int, blocks: Iterable[tuple[int, int]]) -> None:
+        """blocks: the key and the size of each."""
+        place = graph.number, layer
+        for key, nbytes in blocks:
+            if key in self._homes:
+                self._back((key,))
+                (number, before), _ = self._homes[key]
+                if number == graph.number and before >= layer:
+                    continue
+                self.drop((key,))
+            self._homes[key] = place, nbytes
+            graph.blocks[layer][key] = None
+            if layer in graph.ended:
+                graph.leaving[key] = layer
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """A block that was never saved may be dropped."""
+        known = self._homes.keys() & keys
+        self._back(known)
+        for key in known:
+            (number, layer), _ = self._homes.pop(key)
+            graph = self.graphs[number]
+            blocks = graph.blocks[layer]
+            del blocks[key]
+            graph.leaving.pop(key, None)
+            if not blocks:
+                del graph.blocks[layer]
+                self._drop_if_over(graph)
+
+    def end_forward(self, graph: G) -> None:
+        graph.forward = False
+        self._drop_if_over(graph)
+
+    def follow(self, actions: Sequence[Action]) -> Sequence[Action]:
+        """Takes note of an answer, and returns it."""
+        back: list[int] = []
+        for action in actions:
+            key = action.key
+            kind = type(action)
+            if kind is Offload:
+                self._leaving[key] = None
+            elif kind is Release:
+                if key in self._leaving:
+                    del self._leaving[key]
+                    self._on_host[self._homes[key][0]][key] = None
+            elif kind is Spill:
+                self._back((key,))
+                self._on_disk.add(key)
+            else:
+                back.append(key)
+        self._back(back)
+        return actions
+
+    def spill(self, nbytes: int, needed_last: Callable[[tuple[int, int]], Any]) -> list[Action]:
+        """Sends `nbytes` on to disk. Where the host has too few blocks, leaving ones are released and go too.
+
+        needed_last: the sort key of a graph and a layer; the blocks of the smallest go first.
+        """
+        releases: list[Action] = []
+        spills: list[Action] = []
+        on_host = (self._on_host[place] for place in sorted(self._on_host, key=needed_last))
+        for key in itertools.chain(*on_host, self._leaving):
+            if nbytes <= 0:
+                break
+            if key in self._leaving:
+                releases.append(Release(key))
+            spills.append(Spill(key))
+            nbytes -= self._homes[key][1]
+        return releases + spills
+
+    def fetch(self, keys: Iterable[int]) -> list[Fetch]:
+        """Fetches the blocks that were sent to disk."""
+        return [Fetch(key) for key in keys if key in self._on_disk]
+
+    def _back(self, keys: Iterable[int]) -> None:
+        """The blocks are on the device, on their way there, or gone."""
+        for key in keys:
+            self._leaving.pop(key, None)
+            self._on_disk.discard(key)
+            place, _ = self._homes[key]
+            blocks = self._on_host.get(place)
+            if blocks is not None:
+                blocks.pop(key, None)
+                if not blocks:
+                    del self._on_host[place]
+
+    def _drop_if_over(self, graph: G) -> None:
+        if not graph.forward and not graph.blocks:
+            del self.graphs[graph.number]
+
+
+@dataclass
+class Graph:
+    """One forward and its backward. A subclass adds a policy's plan.
+
+    forward: it goes on. backward: it has begun. reloaded: the layers whose reload is past. blocks: by layer, and
+    none for a layer without blocks.
+    """
+
+    number: int
+    forward: bool = field(default=True, init=False)
+    backward: bool = field(default=False, init=False)
+    reloaded: set[int] = field(default_factory=set, init=False)
+    blocks: defaultdict[int, dict[int, None]] = field(default_factory=lambda: defaultdict(dict), init=False)
+    ended: set[int] = field(default_factory=set, init=False)
+    leaving: dict[int, int] = field(default_factory=dict, init=False)
+
+    def end_layer(self, layer: int) -> None:
+        self.ended.add(layer)
+        self.leaving.update(dict.fromkeys(self.blocks.get(layer, ()), layer))
+
+    def take_leaving(self) -> Iterable[tuple[int, int]]:
+        """Key and layer of the blocks whose layer has ended since this was last asked.
+
+        Blocks that a layer saves after its end are among them, in their turn.
+        """
+        leaving, self.leaving = self.leaving, {}
+        return leaving.items()
+
+    def keys(self, layers: Iterable[int]) -> list[int]:
+        """The blocks of these layers, in the order of the layers and then of the saves."""
+        return [key for layer in layers for key in self.blocks.get(layer, ())]

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .base import Action, Offload, Release, Reload
-from .by_layer import LayerPolicy
-from .ledger import Graph
+from .by_layer import Graph, LayerPolicy
 
 
 class LayerOrderPolicy(LayerPolicy["_Plan"]):

@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .base import Action, Offload, Release, Reload
-from .by_layer import LayerPolicy
-from .ledger import Graph
+from .by_layer import Graph, LayerPolicy
 
 
 class SynchronizationDictPolicy(LayerPolicy["_Progress"]):

@@ -63,7 +63,7 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 
 
 WING = "activations/"
-STORE = ("block_store", "block_copies", "saved_blocks")
+STORE = ("block_store", "block_copies", "block")
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")

@@ -51,7 +51,7 @@ ORDER = [
     ["__init__"],
 ]
 # The longest chain of imports, from a file that imports none of the others.
-FLOORS = 29
+FLOORS = 16
 
 # Runs the command line, of which nothing else here knows.
 COMMAND = ROOT / "tiered_mem" / "__main__.py"

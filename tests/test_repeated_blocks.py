@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from tiered_mem.activations.repeated_blocks import repeated_blocks
+from tiered_mem.activations.offload_context import repeated_blocks
 
 
 def linears(count: int, width: int = 4) -> list[nn.Module]:

@@ -18,8 +18,7 @@ from .activations.block_store import BlockStore
 from .activations.host_room import HostRoom
 from .activations.layer_context import LayerContext, LayerSequence
 from .activations.movable import Movable, Stayed
-from .activations.offload_context import OffloadContext
-from .activations.repeated_blocks import repeated_blocks
+from .activations.offload_context import OffloadContext, repeated_blocks
 from .activations.spiller import Spiller
 from .allocators.base import HostPool
 from .device import Device

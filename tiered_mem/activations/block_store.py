@@ -14,11 +14,10 @@ from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
 from ..policies import Release, Spill
 from ..stats import Counters
 from ..transfer import Ticket
-from .block import Block, Place, View
+from .block import Block, Place, SavedBlocks, View
 from .block_copies import BlockCopies
 from .host_room import HostRoom
 from .movable import STAYS
-from .saved_blocks import SavedBlocks
 from .spiller import Spiller
 
 _log = logging.getLogger("tiered_mem.activations")

@@ -1,10 +1,10 @@
-"""The offload context: wraps a forward whose layers are known as modules."""
+"""The offload context: wraps a forward whose layers are known as modules, and finds the layers of a model."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from threading import get_ident
 from types import TracebackType
@@ -126,3 +126,33 @@ def _reduced(layer: torch.nn.Module, protocol: Any) -> Any:
     for name in {*_HOOKS, *_FLAGS} & state.keys():
         state[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
     return (*reduced[:2], state, *reduced[3:])
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's layers: the modules of one of its ModuleLists, or of a Sequential whose modules have one type.
+
+    Of several the one with the most parameters counts; lists inside a layer do not. Raises ValueError where none
+    has two modules or more.
+    """
+    runs = list(_runs(model))
+    if not runs:
+        raise ValueError(
+            f"the layers of {type(model).__name__} are unknown: it has no ModuleList, nor a Sequential of modules "
+            "of one type, with two modules or more. Name them, as in offload_context(model.layers)"
+        )
+    return max(runs, key=_parameters)
+
+
+def _runs(module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
+    children = list(module.children())
+    alike = len({type(child) for child in children}) == 1
+    listed = isinstance(module, torch.nn.ModuleList) or (isinstance(module, torch.nn.Sequential) and alike)
+    if listed and len(children) > 1 and _parameters(children) > 0:
+        yield children
+        return
+    for child in children:
+        yield from _runs(child)
+
+
+def _parameters(blocks: list[torch.nn.Module]) -> int:
+    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
