@@ -37,7 +37,7 @@ from rich.progress import track
 
 ROOT = Path(__file__).parent.parent
 WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for", "_wait_for")
-TURNS = ("take", "give", "bury", "watch")
+TURNS = ("take", "give", "free_dropped", "watch")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 
 
 WING = "activations/"
-STORE = ("block_store", "block_copies", "block")
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
@@ -72,10 +71,8 @@ OPTIMIZER = ("pipeline", "states", "buckets", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts", "interrupt_sweep")
 SUBJECTS = (
-    Subject(code("transfer", "host_tier", "manager"), (*found_by(*BLOCKS, *SAVED), *OPTIMIZER_TESTS)),
-    Subject(
-        code("block_store", "block_copies", "saved_blocks", folder=WING), found_by(*BLOCKS, *SAVED, "spilling")
-    ),
+    Subject(code("transfer", "host_tier", "manager"), (*found_by(*BLOCKS, *SAVED, "spilling"), *OPTIMIZER_TESTS)),
+    Subject(code("block_store", "block_copies", "block", folder=WING), found_by(*BLOCKS, *SAVED, "spilling")),
     Subject([*code("turn"), *code("activations", "forward_pass", folder=WING)], TURN_TESTS, calls=TURNS),
     Subject(code("host_room", folder=WING), found_by("run_ahead", "spilling")),
     Subject(code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),

@@ -44,7 +44,7 @@ class Service:
     def let_go(self, block: Block) -> None:
         """As a saved tensor does that dies."""
         self.manager.activations.dropped.append(block)
-        self.manager.activations.bury()
+        self.manager.activations.free_dropped()
 
     def do(self, *actions: Action) -> None:
         self._policy.next = list(actions)

@@ -121,7 +121,7 @@ def test_a_block_that_is_dropped_while_the_manager_is_at_work_is_gone_after_that
         def decide(self, event: Event) -> list[Action]:
             if isinstance(event, LayerEnd):
                 manager.activations.dropped.append(block)
-                manager.activations.bury()
+                manager.activations.free_dropped()
             return []
 
     with TieringManager(policy=Dropping(), device=device, host_bytes="32MiB") as manager:

@@ -190,7 +190,7 @@ with TieringManager(policy=Now(), device="npu", host_bytes="48MiB") as manager:
     manager.synchronize()
     print(torch.equal(block.host.tensor.view(torch.float32), tensor.cpu()))
     manager.activations.dropped.append(block)
-    manager.activations.bury()
+    manager.activations.free_dropped()
 """
 
 

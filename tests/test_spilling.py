@@ -237,4 +237,4 @@ def test_a_block_that_is_leaving_may_go_down_before_it_is_released(spilling: Spi
     manager.act([Reload(block.key)])
     assert torch.equal(manager.activations.load(block, view).cpu(), expected)
     manager.activations.dropped.append(block)
-    manager.activations.bury()
+    manager.activations.free_dropped()

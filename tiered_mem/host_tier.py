@@ -114,14 +114,14 @@ class HostTier:
         return self._slots_in(region, _Slab(region, whole), wanted)
 
     def hold(self, slot: HostSlot) -> Lease:
-        """Keeps the slot's memory, whoever releases the slot, until the lease is given back by `let_go`."""
+        """Keeps the slot's memory, whoever releases the slot, until the lease is given back by `free`."""
         slot.lease.users += 1
         return slot.lease
 
-    def let_go(self, lease: Lease) -> None:
+    def free(self, lease: Lease) -> None:
         """Whoever held the lease does so no more."""
         if lease not in self._leases:
-            return  # abandoned
+            return  # dropped with the tier
         lease.users -= 1
         if lease.users == 0:
             self._leases.remove(lease)
@@ -135,7 +135,7 @@ class HostTier:
     @property
     def overdue(self) -> bool:
         """Whether a slot is still on its way back that was given back too many steps ago. Does not wait."""
-        self.collect()
+        self.poll()
         return bool(self._returning) and self._returning[0][2] <= self._step - self._steps_in_flight
 
     @property
@@ -148,7 +148,7 @@ class HostTier:
         if not self._returning:
             return False
         self._device.wait_for(self._returning[0][1])
-        self.collect()
+        self.poll()
         return True
 
     def release(self, slot: HostSlot, event: Event | None) -> None:
@@ -162,7 +162,7 @@ class HostTier:
         """Gives slots back that one copy was the last to use."""
         self._returning.extend([(slot, event, self._step) for slot in slots])
 
-    def collect(self) -> None:
+    def poll(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
         passed = None
         while self._returning:
@@ -193,7 +193,7 @@ class HostTier:
         Raises RuntimeError on live slots, and DeviceFailed where a copy has not been made: after a failure
         torch_npu's queue drops what comes next, and an event in it neither passes nor can be waited for.
         """
-        self.collect()
+        self.poll()
         if self._returning:
             raise DeviceFailed(
                 f"{len(self._returning)} copies of host memory were dropped, because work before them failed on "
@@ -203,7 +203,7 @@ class HostTier:
         if self._owned:
             self._pool.close()
 
-    def abandon(self) -> None:
+    def drop(self) -> None:
         """Frees the memory whatever slots are in use. For when nobody can use them any more, and no copy does."""
         self._returning.clear()
         for lease in self._leases:
@@ -214,14 +214,14 @@ class HostTier:
         self.close()
 
     def _allocate(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
-        self.collect()
+        self.poll()
         region = self._pool.allocate(_room_for(wanted))
         return self._slots_in(region, self._slab_of(region), wanted)
 
     def _free(self, slot: HostSlot) -> None:
         if slot.lease in self._leases:
             self._slots -= 1
-            self.let_go(slot.lease)
+            self.free(slot.lease)
 
     def _slots_in(self, region: Region, slab: _Slab, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
         lease = Lease(region, slab, len(wanted))

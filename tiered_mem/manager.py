@@ -109,7 +109,7 @@ class TieringManager:
             if self._disk is not None and disk is None:
                 undo.callback(self._disk.close)
             self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
-            undo.callback(self._host.abandon)
+            undo.callback(self._host.drop)
             self._trace = Trace(self.device) if trace else None
             if self._trace is not None and self._disk is not None:
                 self._disk.watch(self._trace.file_moved)
@@ -224,7 +224,7 @@ class TieringManager:
         self._can_phase(thing)
         with self._turn:
             self.activations.check_open()
-            self.activations.go_on()
+            self.activations.poll()
             self._phases.offload(thing, gradients=gradients, owner=self)
 
     @uninterrupted
@@ -242,7 +242,7 @@ class TieringManager:
             return
         self._can_phase(thing)
         with self._turn:
-            self.activations.go_on()
+            self.activations.poll()
             self._phases.reload(thing)
 
     def _can_phase(self, thing: object) -> None:
@@ -270,8 +270,8 @@ class TieringManager:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
         self._optimizers.free()
         with self._turn:
-            self.activations.go_on()
-            self._host.collect()
+            self.activations.poll()
+            self._host.poll()
             disk = None if self._disk is None else self._disk.stats()
             blocks = self._store.blocks.by_key.values()
             stats = flatten(self._counters, self._host.pool_stats(), self._host.slots, blocks, disk)
@@ -301,7 +301,7 @@ class TieringManager:
         with self._turn:
             self._engine.synchronize()
             self._store.wait()
-            self._host.collect()
+            self._host.poll()
 
     @uninterrupted
     def close(self) -> None:
@@ -360,4 +360,4 @@ def _abandon(engine: TransferEngine, host: HostTier, disk: DiskTier | None, inte
     engine.synchronize()
     if disk is not None:
         disk.close()
-    host.abandon()
+    host.drop()

@@ -31,7 +31,7 @@ class Turn(Generic[_Block]):
         self._interrupts = interrupts
         self._lock = threading.Lock()
         self._owner: int | None = None
-        # Blocks that a saved tensor less needs, put here from anywhere, before `bury` is called.
+        # Blocks that a saved tensor less needs, put here from anywhere, before `free_dropped` is called.
         self.dropped: deque[_Block] = deque()
 
     def __enter__(self) -> None:
@@ -55,9 +55,9 @@ class Turn(Generic[_Block]):
         self._owner = None
         self._lock.release()
         if self.dropped:
-            self.bury()
+            self.free_dropped()
 
-    def bury(self) -> None:
+    def free_dropped(self) -> None:
         """Gives up what was dropped. May be called from anywhere, from `__del__` too.
 
         Whoever finds the lock free does it; who does not leaves it to the lock's holder, who comes here next.

@@ -170,7 +170,7 @@ class Rig:
     def in_use(self) -> int:
         """Bytes of the host tier."""
         with self.exclusive:
-            self.host.collect()
+            self.host.poll()
         return self.stats().used
 
     def stats(self) -> PoolStats:
@@ -188,7 +188,7 @@ class Rig:
         assert self._shelf is None or self._shelf.slots.count == 0
         self.engine.synchronize()
         with self.exclusive:
-            self.host.collect()
+            self.host.poll()
         assert self.host.slots == 0
         self.host.close()
         assert self._disk_is_closed or self.disk.stats().records == 0

@@ -66,7 +66,7 @@ class Activations:
         self._graphs = itertools.count()
         self._closed = False
         # For a saved tensor that dies: its block is put there, and then that is called, from anywhere.
-        self.dropped, self.bury = turn.dropped, turn.bury
+        self.dropped, self.free_dropped = turn.dropped, turn.free_dropped
 
     def new_graph(self) -> int:
         """A number for one pass through a forward. Raises Closed."""
@@ -84,7 +84,7 @@ class Activations:
             if self._traced is not None:
                 self._traced.tell(event)
             self._before()
-            self._store.progress()
+            self._store.poll()
             self._actions.tell(event)
         self._after()
 
@@ -92,7 +92,7 @@ class Activations:
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered."""
         with self._turn:
-            self.go_on()
+            self.poll()
             self._actions.act(list(actions))
 
     def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]:
@@ -103,7 +103,7 @@ class Activations:
         self._turn.take()
         try:
             if self._spiller is not None:
-                self._store.progress()  # with each tensor; all else waits for the next event
+                self._store.poll()  # with each tensor; all else waits for the next event
             if (graph, layer) != self._actions.saver:
                 self._actions.saves_come_from(graph, layer)
             block, view = self._blocks.save(tensor)
@@ -128,7 +128,7 @@ class Activations:
         self._turn.take()
         try:
             if self._spiller is not None:
-                self._store.progress()
+                self._store.poll()
             if self._blocks.ended_bytes >= self._actions.enough:
                 self._actions.tell_news()
             return self._store.load(block, view)
@@ -165,10 +165,10 @@ class Activations:
         """No forward may begin any more."""
         self._closed = True
 
-    def go_on(self) -> None:
+    def poll(self) -> None:
         """To be called in turn: goes on with what was waiting for something to happen."""
         self._before()
-        self._store.progress()
+        self._store.poll()
         self._actions.tell_news()
 
 

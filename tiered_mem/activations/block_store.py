@@ -124,7 +124,7 @@ class BlockStore:
             with contextlib.suppress(TierFull):
                 self._spiller.fetch(blocks)
 
-    def progress(self) -> None:
+    def poll(self) -> None:
         """Goes on with what was waiting for a file operation that has ended."""
         spiller = self._spiller
         if spiller is not None and (spiller.busy or spiller.wanted):
@@ -141,7 +141,7 @@ class BlockStore:
             pass
 
     def reload(self, blocks: Sequence[Block]) -> None:
-        """Starts to copy blocks to the device. What is on disk is read first, and copied when `progress` finds it.
+        """Starts to copy blocks to the device. What is on disk is read first, and copied when `poll` finds it.
 
         Raises torch.OutOfMemoryError where it has no room; what it had room for is on its way then.
         """

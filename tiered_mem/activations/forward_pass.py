@@ -181,7 +181,7 @@ class SavedTensor:
     @uninterrupted
     def __del__(self) -> None:
         self._activations.dropped.append(self.block)
-        self._activations.bury()
+        self._activations.free_dropped()
 
 
 class KeptTensor(NamedTuple):

@@ -206,7 +206,7 @@ class Spiller:
             staying = [member for member in write.members if member.block.move is not write]
             write.members = [member for member in write.members if member.block.move is write]
             for member in staying:
-                self._host.let_go(member.lease)
+                self._host.free(member.lease)
                 ended = True
             if not write.members:
                 continue
@@ -227,7 +227,7 @@ class Spiller:
         done = write.record is not None and write.record.job.error is None
         shared = None if write.record is None else Shared(write.record)
         for index, (block, _, lease) in enumerate(write.members):
-            self._host.let_go(lease)
+            self._host.free(lease)
             if block.move is not write:
                 continue
             block.move = None
@@ -259,7 +259,7 @@ class Spiller:
         """Takes note of a read that has ended, wherever it stands among those that are under way."""
         self._reading.remove(read)
         for block, slot, lease in read.members:
-            self._host.let_go(lease)
+            self._host.free(lease)
             if block.move is not read:
                 continue
             block.move = None
