@@ -4,7 +4,7 @@ from ascend_emulator.errors import EmulatorError
 from ascend_emulator.faults import Fault, clear_faults, inject
 from ascend_emulator.races import Access, Race, clear_races, host_access, races
 from ascend_emulator.startup import configure, start
-from ascend_emulator.timeline import Span, record_timeline, timeline, write_trace
+from ascend_emulator.timeline import Span, now, record_timeline, timeline, write_trace
 
 __all__ = [
     "Access",
@@ -17,6 +17,7 @@ __all__ = [
     "configure",
     "host_access",
     "inject",
+    "now",
     "races",
     "record_timeline",
     "start",

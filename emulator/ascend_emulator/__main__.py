@@ -43,6 +43,9 @@ def main() -> None:
             poison=not options.no_poison,
             faults=options.fault,
             timeline=options.timeline,
+            clock=options.clock,
+            server=options.server,
+            host_cpu_factor=options.host_cpu,
             over_real_cann=options.over_real_cann,
         )
     except EmulatorError as error:
@@ -117,6 +120,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="what fails: aclrtMalloc:3, aclrtMalloc:p=0.01,seed=7, device:100 (may be given several times)",
     )
     parser.add_argument("--timeline", metavar="FILE", help="write a Chrome trace there at the end")
+    parser.add_argument("--clock", metavar="CHIP", help="model time by this chip, a name or FILE.toml")
+    parser.add_argument("--server", metavar="SERVER", help="whose host link that chip is behind, a name or FILE.toml")
+    parser.add_argument(
+        "--host-cpu", default=0, metavar="FACTOR", help="count the program's CPU time, times this (default: 0)"
+    )
     parser.add_argument(
         "--stack",
         default="current",

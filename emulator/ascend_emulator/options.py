@@ -1,22 +1,27 @@
 """What the emulated device is to be like: checked, and handed on in environment variables."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.faults import Fault
+from ascend_emulator.machines import figures, parse_chip, parse_server
 from ascend_emulator.sizes import parse_bytes, parse_limit, parse_rate
 
 # What can be chosen from outside for a program that does not choose it itself.
-FROM_OUTSIDE = ("schedule", "seed", "races", "timeline")
+FROM_OUTSIDE = ("schedule", "seed", "races", "timeline", "clock", "server")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of start() in their final form. A limit or rate of 0 is none."""
+    """The options of start() in their final form. A limit or rate of 0 is none, and so is a factor of 0.
+
+    Raises EmulatorError where they do not go together, and for what is wrong in a chip or server file.
+    """
 
     hbm_bytes: int = 8 << 30
     host_bytes: int = 0
@@ -30,7 +35,19 @@ class Options:
     poison: bool = True
     faults: tuple[Fault, ...] = ()
     timeline: Path | None = None
+    clock: str | None = None
+    server: str | None = None
+    host_cpu_factor: float = 0
     over_real_cann: bool = False
+    model: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.clock is None and self.server is not None:
+            raise EmulatorError("a server is there for modelled time, so it needs a clock: --clock CHIP (clock=...)")
+        if self.clock is None and self.host_cpu_factor:
+            raise EmulatorError("a host CPU factor needs a clock: --clock CHIP (clock=...)")
+        model = f"{figures(self.clock, self.server)};host_cpu_factor={self.host_cpu_factor}" if self.clock else ""
+        object.__setattr__(self, "model", model)
 
     @classmethod
     def of(cls, given: Mapping[str, object], environment: Mapping[str, str]) -> "Options":
@@ -44,11 +61,11 @@ class Options:
     @classmethod
     def inherited(cls, environment: Mapping[str, str]) -> "Options":
         """The options that environment() of a parent process has written. Raises EmulatorError as of() does."""
-        return cls(**_read(environment, (field.name for field in fields(cls))))
+        return cls(**_read(environment, (each.name for each in fields(cls) if each.init)))
 
     def environment(self) -> dict[str, str]:
         """The variables for the runtime and for child processes: all of them, for a parent's may be there."""
-        return {_variable(field.name): _text(getattr(self, field.name)) for field in fields(self)}
+        return {_variable(each.name): _text(getattr(self, each.name)) for each in fields(self)}
 
 
 def _variable(name: str) -> str:
@@ -111,6 +128,16 @@ def _parse_faults(value: Any) -> tuple[Fault, ...]:
     return faults
 
 
+def _parse_factor(value: Any) -> float:
+    try:
+        factor = float(value)
+    except (TypeError, ValueError):
+        factor = -1
+    if not 0 <= factor < math.inf:
+        raise EmulatorError(f"the host CPU factor must be a number of at least 0, not {value!r}")
+    return factor
+
+
 def _parse_timeline(value: Any) -> Path:
     path = Path(value).absolute()  # the program may change its folder
     if path.is_dir() or not path.parent.is_dir():
@@ -131,5 +158,8 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "poison": _switch("poison"),
     "faults": _parse_faults,
     "timeline": _parse_timeline,
+    "clock": parse_chip,
+    "server": parse_server,
+    "host_cpu_factor": _parse_factor,
     "over_real_cann": _switch("over_real_cann"),
 }

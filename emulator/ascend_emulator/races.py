@@ -30,6 +30,7 @@ class Access:
     stream: its number in the runtime; None for the host.
     stack: where the program issued it, innermost call last. Empty on threads that run no Python, such as
         backward's.
+    time: when it was issued, in seconds on the clock of now(); None where time is not modelled.
     """
 
     operation: str
@@ -38,11 +39,14 @@ class Access:
     begin: int
     nbytes: int
     stack: traceback.StackSummary
+    time: float | None = None
 
     def __str__(self) -> str:
         where = "the host" if self.stream is None else f"stream {self.stream}"
         what = {"read": "reads", "write": "writes", "free": "frees"}[self.touch]
         head = f"{self.operation} on {where} {what} {self.nbytes} bytes at {self.begin:#x}"
+        if self.time is not None:
+            head += f", issued at {self.time * 1e6:.3f} us"
         return "\n".join(
             [head, *"".join(traceback.StackSummary.from_list(self.stack[-_SHOWN:]).format()).splitlines()]
         )
@@ -114,6 +118,7 @@ def _access(raw: dict[str, Any]) -> Access:
         begin=raw["begin"],
         nbytes=raw["nbytes"],
         stack=_SITES.stack(raw["site"]),
+        time=None if raw["time"] < 0 else raw["time"] / 1e9,
     )
 
 

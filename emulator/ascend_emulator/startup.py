@@ -35,6 +35,9 @@ def start(
     poison: bool = True,
     faults: Sequence[Fault | str] = (),
     timeline: str | Path | None = None,
+    clock: str | Path | None = None,
+    server: str | Path | None = None,
+    host_cpu_factor: float = 0,
     over_real_cann: bool = False,
 ) -> None:
     """Makes `import torch` find an emulated NPU, in this process and in its children. Call it before that import.
@@ -52,10 +55,17 @@ def start(
     poison: whether new and freed memory is filled with a pattern.
     faults: what is to fail, as Fault or as its text.
     timeline: a file to write a Chrome trace to when the process ends.
+    clock: model time by this chip, and take no time for copies: "910b2", "910b3" (or "910b"), "910b4", "910c",
+        "a100", "h100", "h200", or a chip file, FILE.toml. None keeps this machine's time.
+    server: whose host link the chip is behind, by name or as FILE.toml; None means the chip's usual one. The two
+        rates above override its own.
+    host_cpu_factor: how many modelled seconds a second of this machine's CPU counts for where the program computes
+        between calls for longer than the modelled host needs for a call; 0 counts none of it.
     over_real_cann: start even though the machine has a CANN of its own.
 
-    For schedule, seed, races and timeline None means what the variables ASCEND_EMULATOR_SCHEDULE, _SEED, _RACES (1
-    or 0) and _TIMELINE say; without these "eager", 0, False and no file. If start is called again before torch is
+    For schedule, seed, races, timeline, clock and server None means what the variables ASCEND_EMULATOR_SCHEDULE,
+    _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK and _SERVER say; without these "eager", 0, False, no file, and neither a
+    clock nor a server. If start is called again before torch is
     imported, the last call counts.
 
     Raises EmulatorError, and changes nothing, where a value means nothing or the device cannot be started.
@@ -103,10 +113,11 @@ def _begin(options: Options) -> None:
     _check_torch_npu()
     libraries = _libraries()
     os.environ.update(options.environment())
-    if options.races or options.schedule == "random" or options.devices > 1:
+    if options.races or options.schedule == "random" or options.devices > 1 or options.clock:
         # torch_npu then issues kernels on the thread that asked for them, and not on a thread for each device. So a
-        # race has the right stack, a seed gives the same order again, and no device is told to wait for another
-        # one's event before that is recorded, or after it is destroyed.
+        # race has the right stack, a seed gives the same order again, modelled time hears of all calls in the
+        # program's order, and no device is told to wait for another one's event before that is recorded, or after it
+        # is destroyed.
         os.environ["TASK_QUEUE_ENABLE"] = "0"
     for path in libraries:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -1,5 +1,6 @@
 """What ran on the device, and when."""
 
+import ctypes
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ class Span(NamedTuple):
         detector on also "free", where torch's allocator takes memory back.
     device, stream: numbers; streams are counted from 1 over all devices.
     nbytes: bytes written.
-    start, end: seconds on the clock of time.perf_counter().
+    start, end: seconds on the clock of now().
     """
 
     name: str
@@ -26,6 +27,19 @@ class Span(NamedTuple):
     nbytes: int
     start: float
     end: float
+
+
+def now() -> float:
+    """Seconds: of the modelled host with a clock, from the start of the device on; else those of time.perf_counter().
+
+    Raises EmulatorError without a device.
+    """
+    library = runtime()
+    if not library.ascend_emulator_models_time():
+        return time.perf_counter()
+    tell = library.ascend_emulator_now
+    tell.restype = ctypes.c_int64
+    return float(tell() / 1e9)
 
 
 def timeline() -> list[Span]:
@@ -49,7 +63,7 @@ def record_timeline() -> Iterator[list[Span]]:
     """
     library = runtime()
     spans: list[Span] = []
-    start = time.perf_counter()
+    start = now()
     was_kept = library.ascend_emulator_keep_timeline(1)
     try:
         yield spans

@@ -4,10 +4,10 @@
 using namespace emulator;
 
 ACLNN(aclnnRelu, (In self, Out out), at::relu_out(out, self))
-ACLNN(aclnnInplaceRelu, (Out self), self.relu_())
+ACLNN(aclnnInplaceRelu, (Update self), self.relu_())
 ACLNN(aclnnThreshold, (In self, Number threshold, Number value, Out out),
       at::threshold_out(out, self, threshold, value))
-ACLNN(aclnnInplaceThreshold, (Out self, Number threshold, Number value),
+ACLNN(aclnnInplaceThreshold, (Update self, Number threshold, Number value),
       at::threshold_out(self, self, threshold, value))
 ACLNN(aclnnThresholdBackward, (In grad, In self, Number threshold, Out out),
       at::threshold_backward_out(out, grad, self, threshold))

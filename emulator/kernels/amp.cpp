@@ -3,7 +3,7 @@
 
 using namespace emulator;
 
-ACLNN(aclnnForeachNonFiniteCheckAndUnscale, (Outs grads, Out found_inf, In inverse_scale),
+ACLNN(aclnnForeachNonFiniteCheckAndUnscale, (Updates grads, Out found_inf, In inverse_scale),
       at::_amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale))
 
 // The last two are the first two again, as torch_npu calls it.

@@ -25,10 +25,10 @@ ACLNN(aclnnConstantPadNd, (In self, Integers pad, Number value, Out out),
 
 ACLNN(aclnnTril, (In self, int64_t diagonal, Out out), at::tril_out(out, self, diagonal))
 ACLNN(aclnnTriu, (In self, int64_t diagonal, Out out), at::triu_out(out, self, diagonal))
-ACLNN(aclnnInplaceTril, (Out self, int64_t diagonal), self.tril_(diagonal))
-ACLNN(aclnnInplaceTriu, (Out self, int64_t diagonal), self.triu_(diagonal))
+ACLNN(aclnnInplaceTril, (Update self, int64_t diagonal), self.tril_(diagonal))
+ACLNN(aclnnInplaceTriu, (Update self, int64_t diagonal), self.triu_(diagonal))
 
 ACLNN(aclnnSWhere, (In condition, In self, In other, Out out), at::where_out(out, condition, self, other))
-ACLNN(aclnnInplaceMaskedFillScalar, (Out self, In mask, Number value), self.masked_fill_(mask, value))
-ACLNN(aclnnInplaceMaskedFillTensor, (Out self, In mask, In value),
+ACLNN(aclnnInplaceMaskedFillScalar, (Update self, In mask, Number value), self.masked_fill_(mask, value))
+ACLNN(aclnnInplaceMaskedFillTensor, (Update self, In mask, In value),
       self.masked_fill_(mask, value.reshape({})))

@@ -6,16 +6,21 @@
 // written, and aclnnMm, which puts the work on a stream. The parameter types say both what CANN passes and
 // what the kernel may do with it:
 //
-//   In, Out              a tensor that is read; one that is written, in place or not
-//   Ins, Outs            the same for lists of tensors
+//   In, Out              a tensor that is read; one that is written
+//   Update               one that is read and written, in place
+//   Ins, Outs, Updates   the same for lists of tensors
 //   Number, MaybeNumber  a scalar; one that may be absent
 //   Numbers, Integers, Booleans, Text
 //   int64_t, double, bool, aclDataType ... stand for themselves
 //
 // An absent optional tensor is an undefined one. Outputs have their final shape and are never resized.
+//
+// For modelled time such a kernel moves the bytes of its tensors. ACLNN_OF is for one that is more than that, and says
+// what in its third argument, an expression of the same parameters; see work.h here.
 #pragma once
 
 #include "tensor.h"
+#include "work.h"
 
 #include <tuple>
 
@@ -27,8 +32,10 @@ namespace emulator {
 
 using In = const at::Tensor&;
 using Out = at::Tensor&;
+using Update = at::Tensor&&;
 using Ins = const std::vector<at::Tensor>&;
 using Outs = std::vector<at::Tensor>&;
+using Updates = std::vector<at::Tensor>&&;
 using Number = const at::Scalar&;
 using MaybeNumber = const std::optional<at::Scalar>&;
 using Numbers = const std::vector<at::Scalar>&;
@@ -56,6 +63,9 @@ struct Argument<Out> {
 };
 
 template <>
+struct Argument<Update> : Argument<Out> {};
+
+template <>
 struct Argument<Ins> {
   using Acl = const aclTensorList*;
   static std::vector<at::Tensor> copy(Acl argument) { return tensors(argument); }
@@ -66,6 +76,9 @@ struct Argument<Outs> {
   using Acl = aclTensorList*;
   static std::vector<at::Tensor> copy(Acl argument) { return tensors(argument); }
 };
+
+template <>
+struct Argument<Updates> : Argument<Outs> {};
 
 template <>
 struct Argument<Number> {
@@ -111,17 +124,33 @@ struct Argument<Text> {
   static std::string copy(Acl argument) { return argument; }
 };
 
+template <class Parameter>
+constexpr bool is_update = std::is_same_v<Parameter, Update> || std::is_same_v<Parameter, Updates>;
+
 // Notes the memory behind one argument.
 template <class Parameter, class Value>
 void note_memory(const Value& value, Operation& operation) {
   auto note = [&operation](const at::Tensor& view) {
-    constexpr bool written = std::is_same_v<Parameter, Out> || std::is_same_v<Parameter, Outs>;
+    constexpr bool written =
+        is_update<Parameter> || std::is_same_v<Parameter, Out> || std::is_same_v<Parameter, Outs>;
     for (const Range& range : ranges(view)) (written ? operation.writes : operation.reads).push_back(range);
   };
   if constexpr (std::is_same_v<Value, at::Tensor>) note(value);
   if constexpr (std::is_same_v<Value, std::vector<at::Tensor>>) {
     for (const at::Tensor& view : value) note(view);
   }
+}
+
+// How many bytes go to and from the memory behind one argument.
+template <class Parameter, class Value>
+double traffic(const Value& value) {
+  constexpr int times = is_update<Parameter> ? 2 : 1;
+  double nbytes = 0;
+  if constexpr (std::is_same_v<Value, at::Tensor>) nbytes = bytes_of(value);
+  if constexpr (std::is_same_v<Value, std::vector<at::Tensor>>) {
+    for (const at::Tensor& view : value) nbytes += bytes_of(view);
+  }
+  return times * nbytes;
 }
 
 // Keeps whatever thread a stream's work runs on from leaking its own modes (autograd, autocast, Python
@@ -132,15 +161,24 @@ aclError launch(aclOpExecutor* executor, aclrtStream stream);
 
 // Made once for each list of parameters, not for each operator: most of the time that kernels take to compile is here.
 template <class... Parameters>
-aclError plan(const char* name, void (*run)(Parameters...), uint64_t* workspace_size, aclOpExecutor** executor,
-              typename Argument<Parameters>::Acl... arguments) {
+aclError plan(const char* name, Work (*work)(Parameters...), void (*run)(Parameters...), uint64_t* workspace_size,
+              aclOpExecutor** executor, typename Argument<Parameters>::Acl... arguments) {
   try {
     Operation operation{name, {}, {}, {}};
     // A brace list copies from left to right, and each copy must be noted under its own parameter type.
     std::tuple<decltype(Argument<Parameters>::copy(arguments))...> copies{Argument<Parameters>::copy(arguments)...};
-    std::apply([&operation](const auto&... copy) { (note_memory<Parameters>(copy, operation), ...); }, copies);
+    std::apply(
+        [&operation, work](auto&... copy) {
+          (note_memory<Parameters>(copy, operation), ...);
+          if (!models_time()) return;
+          if (work != nullptr) operation.work = work(static_cast<Parameters>(copy)...);
+          operation.work.nbytes = (traffic<Parameters>(copy) + ... + 0.0);
+        },
+        copies);
     operation.body = [run, copies = std::move(copies)]() mutable {
-      run_without_modes([run, &copies] { std::apply(run, copies); });
+      run_without_modes([run, &copies] {
+        std::apply([run](auto&... copy) { run(static_cast<Parameters>(copy)...); }, copies);
+      });
     };
     *workspace_size = 0;
     *executor = new aclOpExecutor{std::move(operation)};
@@ -157,7 +195,8 @@ template <class Kernel, class... Parameters>
 struct Planner<Kernel, void(Parameters...)> {
   static aclError plan(typename Argument<Parameters>::Acl... arguments, uint64_t* workspace_size,
                        aclOpExecutor** executor) {
-    return emulator::plan<Parameters...>(Kernel::name, Kernel::run, workspace_size, executor, arguments...);
+    Work (*work)(Parameters...) = Kernel::work;  // nullptr, most often
+    return emulator::plan<Parameters...>(Kernel::name, work, Kernel::run, workspace_size, executor, arguments...);
   }
 };
 
@@ -165,10 +204,20 @@ struct Planner<Kernel, void(Parameters...)> {
 
 // The C function's parameters follow from the kernel's, so it is an instance of a template. ifunc is how such
 // an instance gets a plain C name: the loader asks ..._plan for the address that stands behind the name.
-#define ACLNN(operator_name, parameters, ...)                                                          \
+#define ACLNN(operator_name, parameters, ...) \
+  ACLNN_KERNEL(operator_name, parameters, static constexpr std::nullptr_t work = nullptr, __VA_ARGS__)
+
+#define ACLNN_OF(operator_name, parameters, its_work, ...)                                              \
+  _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wunused-parameter\"")               \
+  ACLNN_KERNEL(operator_name, parameters, static emulator::Work work parameters { return its_work; }, \
+               __VA_ARGS__)                                                                             \
+  _Pragma("GCC diagnostic pop")
+
+#define ACLNN_KERNEL(operator_name, parameters, its_work, ...)                                         \
   namespace {                                                                                          \
   struct operator_name##_kernel {                                                                      \
     static constexpr const char* name = #operator_name;                                                \
+    its_work;                                                                                          \
     static void run parameters { __VA_ARGS__; }                                                        \
   };                                                                                                   \
   }                                                                                                    \

@@ -6,18 +6,22 @@ using namespace emulator;
 // The output may be wider than the factors, which then must not be rounded to their width on the way.
 static at::Tensor as(In out, In factor) { return factor.to(out.scalar_type()); }
 
-ACLNN(aclnnMm, (In self, In mat2, Out out, int8_t), out.copy_(at::mm(as(out, self), as(out, mat2))))
+ACLNN_OF(aclnnMm, (In self, In mat2, Out out, int8_t), product(self, mat2),
+         out.copy_(at::mm(as(out, self), as(out, mat2))))
 ACLNN(aclnnMv, (In self, In vector, Out out, int8_t), out.copy_(at::mv(self, vector)))
 ACLNN(aclnnDot, (In self, In other, Out out), out.copy_(at::dot(self, other)))
-ACLNN(aclnnBatchMatMul, (In self, In mat2, Out out, int8_t),
-      out.copy_(at::bmm(as(out, self), as(out, mat2))))
-ACLNN(aclnnMatmul, (In self, In mat2, Out out, int8_t), out.copy_(at::matmul(self, mat2)))
+ACLNN_OF(aclnnBatchMatMul, (In self, In mat2, Out out, int8_t), product(self, mat2),
+         out.copy_(at::bmm(as(out, self), as(out, mat2))))
+ACLNN_OF(aclnnMatmul, (In self, In mat2, Out out, int8_t), product(self, mat2),
+         out.copy_(at::matmul(self, mat2)))
 
-ACLNN(aclnnAddmm, (In self, In mat1, In mat2, Number beta, Number alpha, Out out, int8_t),
-      out.copy_(at::addmm(as(out, self), as(out, mat1), as(out, mat2), beta, alpha)))
-ACLNN(aclnnInplaceAddmm, (Out self, In mat1, In mat2, Number beta, Number alpha, int8_t),
-      self.addmm_(mat1, mat2, beta, alpha))
-ACLNN(aclnnBaddbmm, (In self, In batch1, In batch2, Number beta, Number alpha, Out out, int8_t),
-      out.copy_(at::baddbmm(as(out, self), as(out, batch1), as(out, batch2), beta, alpha)))
-ACLNN(aclnnInplaceBaddbmm, (Out self, In batch1, In batch2, Number beta, Number alpha, int8_t),
-      self.baddbmm_(batch1, batch2, beta, alpha))
+ACLNN_OF(aclnnAddmm, (In self, In mat1, In mat2, Number beta, Number alpha, Out out, int8_t), product(mat1, mat2),
+         out.copy_(at::addmm(as(out, self), as(out, mat1), as(out, mat2), beta, alpha)))
+ACLNN_OF(aclnnInplaceAddmm, (Update self, In mat1, In mat2, Number beta, Number alpha, int8_t), product(mat1, mat2),
+         self.addmm_(mat1, mat2, beta, alpha))
+ACLNN_OF(aclnnBaddbmm, (In self, In batch1, In batch2, Number beta, Number alpha, Out out, int8_t),
+         product(batch1, batch2),
+         out.copy_(at::baddbmm(as(out, self), as(out, batch1), as(out, batch2), beta, alpha)))
+ACLNN_OF(aclnnInplaceBaddbmm, (Update self, In batch1, In batch2, Number beta, Number alpha, int8_t),
+         product(batch1, batch2),
+         self.baddbmm_(batch1, batch2, beta, alpha))

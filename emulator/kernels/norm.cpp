@@ -4,14 +4,14 @@
 using namespace emulator;
 
 // The output's dtype may be wider than the input's.
-ACLNN(aclnnSoftmax, (In self, int64_t dim, Out out),
-      at::_softmax_out(out, self.to(out.scalar_type()), dim, false))
-ACLNN(aclnnLogSoftmax, (In self, int64_t dim, Out out),
-      at::_log_softmax_out(out, self.to(out.scalar_type()), dim, false))
-ACLNN(aclnnSoftmaxBackward, (In grad, In output, int64_t dim, Out out),
-      out.copy_(at::_softmax_backward_data(grad, output, dim, output.scalar_type())))
-ACLNN(aclnnLogSoftmaxBackward, (In grad, In output, int64_t dim, Out out),
-      out.copy_(at::_log_softmax_backward_data(grad, output, dim, output.scalar_type())))
+ACLNN_OF(aclnnSoftmax, (In self, int64_t dim, Out out), softmax(),
+         at::_softmax_out(out, self.to(out.scalar_type()), dim, false))
+ACLNN_OF(aclnnLogSoftmax, (In self, int64_t dim, Out out), softmax(),
+         at::_log_softmax_out(out, self.to(out.scalar_type()), dim, false))
+ACLNN_OF(aclnnSoftmaxBackward, (In grad, In output, int64_t dim, Out out), softmax(),
+         out.copy_(at::_softmax_backward_data(grad, output, dim, output.scalar_type())))
+ACLNN_OF(aclnnLogSoftmaxBackward, (In grad, In output, int64_t dim, Out out), softmax(),
+         out.copy_(at::_log_softmax_backward_data(grad, output, dim, output.scalar_type())))
 
 // CANN keeps mean and rstd in float for half-width inputs; the CPU kernels keep them in the inputs' dtype.
 static void layer_norm(In input, Integers shape, In weight, In bias, double eps, Out out, Out mean,

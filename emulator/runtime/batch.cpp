@@ -97,7 +97,7 @@ aclError memcpy_batch_async(void** dsts, size_t* dest_maxs, void** srcs, size_t*
   // As CANN does it: the pairs before one that is refused are on their way.
   for (size_t i = 0; i < num_batches; ++i) {
     if (const aclError code = batch.check_pair(i); code != ACL_SUCCESS) return code;
-    const aclError code = copy_on_stream(function, dsts[i], dest_maxs[i], srcs[i], sizes[i], stream);
+    const aclError code = copy_on_stream(function, dsts[i], dest_maxs[i], srcs[i], sizes[i], stream, i == 0);
     if (code != ACL_SUCCESS) return code;
   }
   return ACL_SUCCESS;

@@ -2,10 +2,12 @@
 #include "copy.h"
 
 #include "detector.h"
+#include "device.h"
 #include "fault.h"
 #include "link.h"
 #include "memory.h"
 #include "settings.h"
+#include "simulation.h"
 #include "stream.h"
 
 #include <algorithm>
@@ -15,7 +17,7 @@
 namespace emulator {
 
 void Link::move(void* destination, const void* source, size_t nbytes) {
-  const double rate = bytes_per_s_;
+  const double rate = Simulation::on() ? 0 : bytes_per_s_.load();
   if (rate <= 0) {
     std::memcpy(destination, source, nbytes);
     return;
@@ -51,21 +53,28 @@ struct Links {
 
 struct Copy {
   const char* name;
+  Unit unit;
   Link* link;
   Place to;
   Place from;
 
   bool pageable() const { return to == Place::pageable || from == Place::pageable; }
   bool freed() const { return to == Place::freed || from == Place::freed; }
+  bool on_host() const { return to != Place::device && from != Place::device; }
+
+  // Within one memory each byte is read and written there.
+  Work work(size_t nbytes) const {
+    return {.unit = unit, .nbytes = (is_link(unit) ? 1.0 : 2.0) * nbytes, .pageable = is_link(unit) && pageable()};
+  }
 };
 
 Copy plan(const void* destination, const void* source) {
   static auto* links = new Links;
   const Place to = Memory::get().place_of(destination);
   const Place from = Memory::get().place_of(source);
-  if (to == Place::device && from != Place::device) return {"copy_h2d", &links->h2d, to, from};
-  if (to != Place::device && from == Place::device) return {"copy_d2h", &links->d2h, to, from};
-  return {to == Place::device ? "copy_d2d" : "copy_h2h", &links->within, to, from};
+  if (to == Place::device && from != Place::device) return {"copy_h2d", Unit::h2d, &links->h2d, to, from};
+  if (to != Place::device && from == Place::device) return {"copy_d2h", Unit::d2h, &links->d2h, to, from};
+  return {to == Place::device ? "copy_d2d" : "copy_h2h", Unit::vector, &links->within, to, from};
 }
 
 // Of pageable memory the runtime learns neither when it comes nor when it goes; its copies wait for their end.
@@ -99,20 +108,26 @@ aclError copy_now(const char* function, void* to, size_t room, const void* from,
     }
   }
   copy.link->move(to, from, nbytes);
+  if (Simulation::on() && !copy.on_host()) Simulation::get().run_now(current_device(), copy.work(nbytes));
   return ACL_SUCCESS;
 }
 
 aclError copy_on_stream(const char* function, void* to, size_t room, const void* from, size_t nbytes,
-                        aclrtStream stream) {
+                        aclrtStream stream, bool own_call) {
   if (nbytes > room) return too_small(function);
   const Copy copy = plan(to, from);
   if (copy.freed()) return use_after_free(function);
-  if (std::strcmp(copy.name, "copy_h2h") == 0) {
+  if (copy.on_host()) {
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, std::string(function) + ": host to host is not supported");
   }
   const auto move = [=] { copy.link->move(to, from, nbytes); };
   const aclError code =
-      submit(stream, {copy.name, watched(copy.from, from, nbytes), watched(copy.to, to, nbytes), move});
+      submit(stream, {.name = copy.name,
+                      .reads = watched(copy.from, from, nbytes),
+                      .writes = watched(copy.to, to, nbytes),
+                      .body = move,
+                      .work = copy.work(nbytes),
+                      .own_call = own_call});
   // CANN returns from an asynchronous copy of pageable memory only when it is done.
   return code == ACL_SUCCESS && copy.pageable() ? aclrtSynchronizeStream(stream) : code;
 }
@@ -141,10 +156,17 @@ ACL_EXPORT aclError aclrtMemset(void* to, size_t room, int32_t value, size_t nby
     detector.host_uses("aclrtMemset", {to, nbytes}, Touch::write, detector.site());
   }
   std::memset(to, value, nbytes);
+  if (Simulation::on() && place == Place::device) {
+    Simulation::get().run_now(current_device(), {.nbytes = static_cast<double>(nbytes)});
+  }
   return ACL_SUCCESS;
 }
 
 ACL_EXPORT aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t nbytes, aclrtStream stream) {
   if (nbytes > room) return too_small("aclrtMemsetAsync");
-  return submit(stream, {"memset", {}, {{to, nbytes}}, [=] { std::memset(to, value, nbytes); }});
+  return submit(stream, {.name = "memset",
+                         .reads = {},
+                         .writes = {{to, nbytes}},
+                         .body = [=] { std::memset(to, value, nbytes); },
+                         .work = {.nbytes = static_cast<double>(nbytes)}});
 }

@@ -7,8 +7,8 @@ namespace emulator {
 
 aclError copy_now(const char* function, void* to, size_t room, const void* from, size_t nbytes);
 
-// On a stream, and so at once only for pageable memory.
+// On a stream, and so at once only for pageable memory. own_call: see Operation.
 aclError copy_on_stream(const char* function, void* to, size_t room, const void* from, size_t nbytes,
-                        aclrtStream stream);
+                        aclrtStream stream, bool own_call = true);
 
 }  // namespace emulator

@@ -4,6 +4,7 @@
 #include "memory.h"
 #include "poison.h"
 #include "settings.h"
+#include "simulation.h"
 #include "text.h"
 
 #include <dlfcn.h>
@@ -24,8 +25,11 @@ const char* word(Touch touch) {
 std::string json_of(const Access& access) {
   return "{\"operation\":" + quoted(access.operation) + ",\"stream\":" + std::to_string(access.stream) +
          ",\"touch\":\"" + word(access.touch) + "\",\"begin\":" + std::to_string(access.begin) +
-         ",\"nbytes\":" + std::to_string(access.nbytes) + ",\"site\":" + std::to_string(access.site) + "}";
+         ",\"nbytes\":" + std::to_string(access.nbytes) + ",\"site\":" + std::to_string(access.site) +
+         ",\"time\":" + std::to_string(access.time) + "}";
 }
+
+Nanoseconds host_time() { return Simulation::on() ? Simulation::get().now() : -1; }
 
 }  // namespace
 
@@ -59,15 +63,16 @@ void Detector::leave(size_t slot) {
 
 std::vector<Range> Detector::submitted(size_t slot, int stream, const Operation& operation, int site) {
   std::lock_guard lock(mutex_);
-  Clock& clock = clocks_[slot];
+  VectorClock& clock = clocks_[slot];
   clock.join(clocks_[kHost]);
   if (operation.awaits) clock.join(operation.awaits->known());
   const Moment moment = clock.advance(slot);
+  const Nanoseconds time = host_time();
   std::vector<Range> reused;
   const auto note_all = [&](const std::vector<Range>& ranges, Touch touch) {
     for (const Range& range : ranges) {
       const auto first_used =
-          note({operation.name, stream, touch, address(range.begin), range.nbytes, site, moment}, clock);
+          note({operation.name, stream, touch, address(range.begin), range.nbytes, site, moment, time}, clock);
       reused.insert(reused.end(), first_used.begin(), first_used.end());
     }
   };
@@ -76,21 +81,21 @@ std::vector<Range> Detector::submitted(size_t slot, int stream, const Operation&
   return reused;
 }
 
-Clock Detector::known_to(size_t slot) {
+VectorClock Detector::known_to(size_t slot) {
   std::lock_guard lock(mutex_);
   return clocks_[slot];
 }
 
-void Detector::host_waited(const Clock& known) {
+void Detector::host_waited(const VectorClock& known) {
   std::lock_guard lock(mutex_);
   clocks_[kHost].join(known);
 }
 
 void Detector::host_uses(const std::string& function, Range range, Touch touch, int site) {
   std::lock_guard lock(mutex_);
-  Clock& clock = clocks_[kHost];
+  VectorClock& clock = clocks_[kHost];
   const Moment moment = clock.advance(kHost);
-  const auto reused = note({function, 0, touch, address(range.begin), range.nbytes, site, moment}, clock);
+  const auto reused = note({function, 0, touch, address(range.begin), range.nbytes, site, moment, host_time()}, clock);
   if (touch == Touch::free) return;
   for (const Range& each : reused) poison(const_cast<void*>(each.begin), each.nbytes);
 }
@@ -98,7 +103,7 @@ void Detector::host_uses(const std::string& function, Range range, Touch touch, 
 void Detector::taken_back(int stream, Range range, int site) {
   std::lock_guard lock(mutex_);
   shadow_.take_back(std::make_shared<const Access>(
-      Access{"free", stream, Touch::free, address(range.begin), range.nbytes, site, Moment{}}));
+      Access{"free", stream, Touch::free, address(range.begin), range.nbytes, site, Moment{}, host_time()}));
 }
 
 void Detector::given_back(const std::string& function, Range range, int site) {
@@ -123,7 +128,7 @@ void host_uses_pinned(const char* function, Range range, bool writes) {
   detector.host_uses(function, range, writes ? Touch::write : Touch::read, detector.site());
 }
 
-std::vector<Range> Detector::note(const Access& access, const Clock& known) {
+std::vector<Range> Detector::note(const Access& access, const VectorClock& known) {
   return shadow_.note(std::make_shared<const Access>(access), known,
                       [&](const Access& earlier, const AccessPointer& freed) { found(earlier, access, freed); });
 }

@@ -25,10 +25,10 @@ class Detector {
   void leave(size_t slot);
   // Gives the memory of which this is the first use since torch's allocator took it back.
   std::vector<Range> submitted(size_t slot, int stream, const Operation& operation, int site);
-  Clock known_to(size_t slot);
+  VectorClock known_to(size_t slot);
 
   // The host.
-  void host_waited(const Clock& known);
+  void host_waited(const VectorClock& known);
   void host_uses(const std::string& function, Range range, Touch touch, int site);
 
   // Memory that torch's allocator takes back, to hand it out again for that stream.
@@ -55,11 +55,11 @@ class Detector {
   using Party = std::tuple<std::string, int, Touch, int>;
 
   Detector();
-  std::vector<Range> note(const Access& access, const Clock& known);
+  std::vector<Range> note(const Access& access, const VectorClock& known);
   void found(const Access& first, const Access& second, const AccessPointer& freed);
 
   std::mutex mutex_;
-  std::vector<Clock> clocks_;  // by slot; the first is the host's
+  std::vector<VectorClock> clocks_;  // by slot; the first is the host's
   std::vector<size_t> left_;
   Shadow shadow_;
   std::vector<Race> races_;

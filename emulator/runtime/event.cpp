@@ -71,6 +71,26 @@ aclError unknown(const char* function) {
   return fail(ACL_ERROR_RT_PARAM_INVALID, std::string(function) + ": not an event, or one that was destroyed");
 }
 
+// Asked by the host. What has passed in modelled time is waited for, for the host may now look at the memory.
+bool has_passed(Mark& mark) {
+  if (!Simulation::on()) return mark.asked();
+  if (!Simulation::get().asked(mark)) return false;
+  mark.wait();
+  return true;
+}
+
+// Nothing if one of them has not been reached.
+std::optional<std::chrono::nanoseconds> time_between(Mark& first, Mark& last) {
+  if (Simulation::on()) {
+    const auto from = Simulation::get().time_of(first);
+    const auto to = Simulation::get().time_of(last);
+    if (!from || !to) return std::nullopt;
+    return std::chrono::nanoseconds(*to - *from);
+  }
+  if (!first.reached() || !last.reached()) return std::nullopt;
+  return last.when() - first.when();
+}
+
 void host_waited(const Mark& mark) {
   if (Detector::on()) Detector::get().host_waited(mark.known());
 }
@@ -113,6 +133,7 @@ ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent handle) {
   const auto event = Events::all().find(handle);
   if (!event) return unknown("aclrtSynchronizeEvent");
   if (const auto mark = event->newest()) {
+    if (Simulation::on()) Simulation::get().wait_for(*mark);
     mark->wait();
     host_waited(*mark);
   }
@@ -124,7 +145,7 @@ ACL_EXPORT aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedS
   if (!event) return unknown("aclrtQueryEventStatus");
   if (device_is_lost()) return lost();
   const auto mark = event->newest();
-  const bool reached = !mark || mark->asked();
+  const bool reached = !mark || has_passed(*mark);
   if (mark && reached) host_waited(*mark);
   *status = reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return ACL_SUCCESS;
@@ -146,9 +167,10 @@ ACL_EXPORT aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start,
   if (!first || !last) return unknown("aclrtEventElapsedTime");
   const auto from = first->newest();
   const auto to = last->newest();
-  if (!from || !to || !from->reached() || !to->reached()) {
+  const auto elapsed = from && to ? time_between(*from, *to) : std::nullopt;
+  if (!elapsed) {
     return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "aclrtEventElapsedTime: an event has not been reached yet");
   }
-  *milliseconds = std::chrono::duration<float, std::milli>(to->when() - from->when()).count();
+  *milliseconds = std::chrono::duration<float, std::milli>(*elapsed).count();
   return ACL_SUCCESS;
 }

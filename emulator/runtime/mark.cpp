@@ -5,7 +5,7 @@
 
 namespace emulator {
 
-void Mark::place(std::weak_ptr<Stream> stream, uint64_t position, Clock known) {
+void Mark::place(std::weak_ptr<Stream> stream, uint64_t position, VectorClock known) {
   stream_ = std::move(stream);
   position_ = position;
   known_ = std::move(known);

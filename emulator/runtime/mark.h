@@ -1,12 +1,14 @@
 // One record of an event: a point in a stream's work that is reached once.
 #pragma once
 
-#include "clock.h"
+#include "model.h"
+#include "vector_clock.h"
 
 #include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 namespace emulator {
 
@@ -17,7 +19,7 @@ class Mark {
   using Time = std::chrono::steady_clock::time_point;
 
   // Says where it stands: behind operation number `position` of the stream. Called once, as its record is queued.
-  void place(std::weak_ptr<Stream> stream, uint64_t position, Clock known);
+  void place(std::weak_ptr<Stream> stream, uint64_t position, VectorClock known);
 
   void reach();
   void wait();     // makes the schedule run what comes before it
@@ -25,17 +27,22 @@ class Mark {
   bool asked();    // for the host: the same, and the schedule hears that somebody polls
   Time when();
 
+  // When it is reached in modelled time, nothing as long as that is not known. Both under Simulation's lock.
+  void reach_at(Nanoseconds time) { modelled_ = time; }
+  std::optional<Nanoseconds> modelled() const { return modelled_; }
+
   // What whoever has waited for it knows of.
-  const Clock& known() const { return known_; }
+  const VectorClock& known() const { return known_; }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;
   Time when_;
+  std::optional<Nanoseconds> modelled_;
   std::weak_ptr<Stream> stream_;
   uint64_t position_ = 0;
-  Clock known_;
+  VectorClock known_;
 };
 
 }  // namespace emulator

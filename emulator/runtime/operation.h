@@ -1,6 +1,8 @@
 // What a stream runs: one copy, fill, kernel or event mark, with the memory it touches.
 #pragma once
 
+#include "work.h"
+
 #include <acl/acl.h>
 
 #include <cstddef>
@@ -32,10 +34,18 @@ struct Operation {
   std::function<void()> body;
   std::shared_ptr<Mark> awaits = nullptr;   // another stream's mark that must be reached before the body runs
   std::shared_ptr<Mark> reaches = nullptr;  // the mark that stands behind it
+  Work work = {};                           // for modelled time
+  bool own_call = true;                     // false: issued by the same call as the one before
 };
+
+// What it wrote. A copy to pageable memory names only what it reads, and writes as many bytes.
+size_t bytes_written(const Operation& operation);
 
 // Puts an operation at the end of a stream and returns at once. nullptr is the current device's default stream.
 __attribute__((visibility("default"))) aclError submit(aclrtStream stream, Operation operation);
+
+// Whether an operation's work is asked for.
+__attribute__((visibility("default"))) bool models_time();
 
 // torch's allocator takes a block back, and may hand it out again for the stream that it belongs to.
 __attribute__((visibility("default"))) void freed_by_torch(aclrtStream stream, Range block);

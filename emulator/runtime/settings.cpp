@@ -41,6 +41,7 @@ Settings& settings() {
       .seed = count("ASCEND_EMULATOR_SEED", "0"),
       .races = text("ASCEND_EMULATOR_RACES", "0") == "1",
       .poison = text("ASCEND_EMULATOR_POISON", "1") == "1",
+      .model = text("ASCEND_EMULATOR_MODEL", ""),
   };
   return settings;
 }

@@ -4,7 +4,7 @@
 
 namespace emulator {
 
-std::vector<Range> Shadow::note(const AccessPointer& access, const Clock& known, const Conflict& conflict) {
+std::vector<Range> Shadow::note(const AccessPointer& access, const VectorClock& known, const Conflict& conflict) {
   if (access->nbytes == 0) return {};
   const uintptr_t end = access->begin + access->nbytes;
   split(access->begin);
@@ -47,7 +47,7 @@ void Shadow::split(uintptr_t at) {
   cells_.emplace_hint(next, at, std::move(tail));
 }
 
-void Shadow::read(const AccessPointer& access, const Clock& known, const Conflict& conflict) {
+void Shadow::read(const AccessPointer& access, const VectorClock& known, const Conflict& conflict) {
   const uintptr_t end = access->begin + access->nbytes;
   uintptr_t at = access->begin;
   for (auto cell = cells_.lower_bound(at); at < end; ++cell) {
@@ -66,7 +66,7 @@ void Shadow::read(const AccessPointer& access, const Clock& known, const Conflic
   }
 }
 
-void Shadow::write(const AccessPointer& access, const Clock& known, const Conflict& conflict) {
+void Shadow::write(const AccessPointer& access, const VectorClock& known, const Conflict& conflict) {
   const uintptr_t end = access->begin + access->nbytes;
   const auto first = cells_.lower_bound(access->begin);
   const auto last = cells_.lower_bound(end);

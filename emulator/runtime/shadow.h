@@ -2,8 +2,9 @@
 // allocator has taken it back since all of these.
 #pragma once
 
-#include "clock.h"
+#include "model.h"
 #include "operation.h"
+#include "vector_clock.h"
 
 #include <functional>
 #include <map>
@@ -24,6 +25,7 @@ struct Access {
   size_t nbytes;
   int site;
   Moment moment;
+  Nanoseconds time;  // the host's, in modelled time; -1 where time is not modelled
 };
 
 using AccessPointer = std::shared_ptr<const Access>;
@@ -35,7 +37,7 @@ class Shadow {
 
   // Notes an access by somebody who knows `known`, and tells of each earlier one that it does not know of, if one
   // of the two changes the bytes. Gives the stretches of which this is the first use since they were taken back.
-  std::vector<Range> note(const AccessPointer& access, const Clock& known, const Conflict& conflict);
+  std::vector<Range> note(const AccessPointer& access, const VectorClock& known, const Conflict& conflict);
 
   // torch's allocator takes memory back. That is no use of it: the next one is compared with those before.
   void take_back(const AccessPointer& freed);
@@ -53,8 +55,8 @@ class Shadow {
   using Cells = std::map<uintptr_t, Cell>;
 
   void split(uintptr_t at);
-  void read(const AccessPointer& access, const Clock& known, const Conflict& conflict);
-  void write(const AccessPointer& access, const Clock& known, const Conflict& conflict);
+  void read(const AccessPointer& access, const VectorClock& known, const Conflict& conflict);
+  void write(const AccessPointer& access, const VectorClock& known, const Conflict& conflict);
 
   Cells cells_;  // by first byte; they do not overlap
 };

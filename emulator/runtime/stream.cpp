@@ -44,6 +44,7 @@ Stream::Stream(int device)
     : id_(next_stream_id()),
       device_(device),
       slot_(Detector::on() ? Detector::get().enter() : 0),
+      lane_(Simulation::on() ? Simulation::get().open(device, id_) : nullptr),
       permitted_(Schedule::get().initially_permitted()),
       thread_([this] { run(); }) {}
 
@@ -67,18 +68,24 @@ void Stream::push(Operation operation, int site) {
       if (!reused.empty()) operation.body = with_poison_before(reused, std::move(operation.body));
     }
     if (operation.reaches) {
-      Clock known = Detector::on() ? Detector::get().known_to(slot_) : Clock{};
+      VectorClock known = Detector::on() ? Detector::get().known_to(slot_) : VectorClock{};
       operation.reaches->place(weak_from_this(), pushed_, std::move(known));
     }
+    if (lane_) Simulation::get().issue(lane_, operation);
     queue_.push_back(std::move(operation));
   }
   arrived_.notify_one();
 }
 
 StreamError Stream::synchronize() {
+  if (lane_) Simulation::get().wait_for(*lane_);
+  return drain();
+}
+
+StreamError Stream::drain() {
   std::unique_lock lock(mutex_);
   const uint64_t last = pushed_;
-  const Clock known = Detector::on() ? Detector::get().known_to(slot_) : Clock{};
+  const VectorClock known = Detector::on() ? Detector::get().known_to(slot_) : VectorClock{};
   lock.unlock();
   Schedule::get().need(*this, last);
   lock.lock();
@@ -88,9 +95,14 @@ StreamError Stream::synchronize() {
 }
 
 bool Stream::idle() {
+  if (lane_) {
+    if (!Simulation::get().asked(*lane_)) return false;
+    drain();
+    return true;
+  }
   std::unique_lock lock(mutex_);
   const uint64_t last = pushed_;
-  const Clock known = Detector::on() ? Detector::get().known_to(slot_) : Clock{};
+  const VectorClock known = Detector::on() ? Detector::get().known_to(slot_) : VectorClock{};
   lock.unlock();
   Schedule::get().polled(*this, last);
   if (!finished(last)) return false;
@@ -190,7 +202,7 @@ std::shared_ptr<Stream> Streams::find(aclrtStream handle) {
 }
 
 void Streams::destroy(const std::shared_ptr<Stream>& stream) {
-  stream->synchronize();  // while the schedule still finds it
+  stream->drain();  // while the schedule still finds it
   std::lock_guard lock(mutex_);
   std::erase(streams_, stream);
 }
@@ -201,10 +213,11 @@ std::vector<std::shared_ptr<Stream>> Streams::list() {
 }
 
 StreamError Streams::synchronize(int device) {
+  if (Simulation::on()) Simulation::get().wait_for_device(device);
   StreamError first;
   for (const auto& stream : list()) {
     if (stream->device() != device) continue;
-    StreamError error = stream->synchronize();
+    StreamError error = stream->drain();
     if (first.code == ACL_SUCCESS) first = error;
   }
   return first;
@@ -219,6 +232,12 @@ std::vector<std::shared_ptr<Stream>> Streams::ready() {
   auto streams = list();
   std::erase_if(streams, [](auto& stream) { return !stream->ready(); });
   return streams;
+}
+
+size_t bytes_written(const Operation& operation) {
+  size_t nbytes = 0;
+  for (const Range& range : operation.writes.empty() ? operation.reads : operation.writes) nbytes += range.nbytes;
+  return nbytes;
 }
 
 aclError submit(aclrtStream handle, Operation operation) {

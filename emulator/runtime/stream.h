@@ -3,6 +3,7 @@
 
 #include "mark.h"
 #include "operation.h"
+#include "simulation.h"
 
 #include <condition_variable>
 #include <cstdint>
@@ -30,6 +31,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // site: where the program was; see Detector.
   void push(Operation operation, int site);
   StreamError synchronize();  // waits for what is queued by now, not for what others push meanwhile
+  StreamError drain();        // the same, and modelled time does not move
   bool idle();                // asked by the host; the schedule hears of it
   int id() const { return id_; }
   int device() const { return device_; }
@@ -49,6 +51,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   const int id_;
   const int device_;
   const size_t slot_;  // in the race detector's clocks
+  const std::shared_ptr<Simulation::Lane> lane_;  // null where time is not modelled
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::condition_variable finished_;

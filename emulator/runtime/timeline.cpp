@@ -1,5 +1,6 @@
 #include "timeline.h"
 
+#include "simulation.h"
 #include "text.h"
 
 namespace emulator {
@@ -20,18 +21,20 @@ Timeline::Entry::Entry(int device, int stream, const Operation& operation)
     : operation_(operation),
       device_(device),
       stream_(stream),
-      kept_(Timeline::get().on_),
+      kept_(Timeline::get().on_ && !Simulation::on()),
       start_(std::chrono::steady_clock::now()) {}
 
 Timeline::Entry::~Entry() {
   if (!kept_) return;
   const auto end = std::chrono::steady_clock::now();
-  size_t nbytes = 0;
-  // A copy to pageable memory names only what it reads, and writes as many bytes.
-  for (const Range& range : operation_.writes.empty() ? operation_.reads : operation_.writes) nbytes += range.nbytes;
-  Timeline& timeline = Timeline::get();
-  std::lock_guard lock(timeline.mutex_);
-  timeline.spans_.push_back({operation_.name, device_, stream_, nbytes, nanoseconds(start_), nanoseconds(end)});
+  Timeline::get().add(
+      {operation_.name, device_, stream_, bytes_written(operation_), nanoseconds(start_), nanoseconds(end)});
+}
+
+void Timeline::add(Span span) {
+  if (!on_) return;
+  std::lock_guard lock(mutex_);
+  spans_.push_back(std::move(span));
 }
 
 std::string Timeline::json() {
@@ -57,4 +60,7 @@ using namespace emulator;
 // For the Python package. Returns whether the timeline was kept before.
 ACL_EXPORT int ascend_emulator_keep_timeline(int on) { return Timeline::get().keep(on != 0); }
 ACL_EXPORT void ascend_emulator_clear_timeline() { Timeline::get().clear(); }
-ACL_EXPORT char* ascend_emulator_timeline() { return give(Timeline::get().json()); }
+ACL_EXPORT char* ascend_emulator_timeline() {
+  if (Simulation::on()) Simulation::get().now();  // what has ended by now is in it
+  return give(Timeline::get().json());
+}

@@ -1,4 +1,4 @@
-// What ran when: one entry for each operation that took time, kept while the timeline is switched on.
+// What ran when: one span for each operation that took time, kept while the timeline is switched on.
 #pragma once
 
 #include "operation.h"
@@ -14,10 +14,20 @@ class Timeline {
   static Timeline& get();
 
   bool keep(bool on) { return on_.exchange(on); }  // whether it was kept before
-  std::string json();  // a list of [name, device, stream, bytes written, start, end], times in ns of the steady clock
+  std::string json();  // a list of [name, device, stream, bytes written, start, end]
   void clear();
 
-  // Lives while the operation runs.
+  struct Span {
+    std::string name;
+    int device;
+    int stream;
+    size_t nbytes;
+    int64_t start;  // in ns of the steady clock, or of modelled time
+    int64_t end;
+  };
+  void add(Span span);  // does nothing while the timeline is switched off
+
+  // Lives while the operation runs, and makes a span of that where time is not modelled.
   class Entry {
    public:
     Entry(int device, int stream, const Operation& operation);
@@ -34,15 +44,6 @@ class Timeline {
   };
 
  private:
-  struct Span {
-    std::string name;
-    int device;
-    int stream;
-    size_t nbytes;
-    int64_t start;
-    int64_t end;
-  };
-
   std::atomic<bool> on_{false};
   std::mutex mutex_;
   std::vector<Span> spans_;

@@ -14,9 +14,9 @@ struct Moment {
   uint64_t tick;
 };
 
-class Clock {
+class VectorClock {
  public:
-  void join(const Clock& other) {
+  void join(const VectorClock& other) {
     if (ticks_.size() < other.ticks_.size()) ticks_.resize(other.ticks_.size());
     for (size_t i = 0; i < other.ticks_.size(); ++i) ticks_[i] = std::max(ticks_[i], other.ticks_[i]);
   }

@@ -1,0 +1,102 @@
+#include "model.h"
+
+#include "settings.h"
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+namespace emulator {
+namespace {
+
+constexpr double kPerSecond = 1e-9;  // of a rate per second, what it is per nanosecond
+
+std::vector<std::string> parts(const std::string& text, char separator) {
+  std::vector<std::string> found;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) found.push_back(part);
+  return found;
+}
+
+std::pair<std::string, std::string> halves(const std::string& text, char separator) {
+  const size_t at = text.find(separator);
+  return {text.substr(0, at), text.substr(at + 1)};
+}
+
+std::map<std::string, std::string> parsed(const std::string& figures) {
+  std::map<std::string, std::string> found;
+  for (const std::string& figure : parts(figures, ';')) found.insert(halves(figure, '='));
+  return found;
+}
+
+}  // namespace
+
+Model::Model(const std::string& figures)
+    : figures_(parsed(figures)),
+      matrix_launch_(microseconds("launch.matrix_us")),
+      vector_launch_(microseconds("launch.vector_us")),
+      bytes_per_ns_(number("memory.bytes_per_s") * number("memory.share") / number("step.factor") * kPerSecond),
+      softmax_bytes_per_ns_(number("memory.bytes_per_s") * number("memory.softmax_share") / number("step.factor") *
+                            kPerSecond),
+      bfloat16_(number("matrix.bfloat16") * kPerSecond),
+      float16_(number("matrix.float16") * kPerSecond),
+      float32_(number("matrix.float32") * kPerSecond),
+      attention_share_(number("matrix.attention_share")),
+      convolution_share_(number("matrix.convolution_share")),
+      step_factor_(number("step.factor")),
+      latency_(microseconds("link.latency_us")),
+      issue_(microseconds("host.issue_us")),
+      event_(microseconds("host.event_us")),
+      query_(microseconds("host.query_us")),
+      wait_(microseconds("host.wait_us")),
+      h2d_(number("link.h2d_bytes_per_s") * kPerSecond),
+      d2h_(number("link.d2h_bytes_per_s") * kPerSecond),
+      h2d_beside_d2h_(number("link.h2d_beside_d2h")),
+      d2h_beside_h2d_(number("link.d2h_beside_h2d")),
+      pageable_share_(number("link.pageable_share")),
+      host_cpu_factor_(number("host_cpu_factor")) {
+  for (const std::string& row : parts(figures_.at("matrix.matmul_shares"), ',')) {
+    const auto [least, share] = halves(row, ':');
+    matmul_shares_.emplace_back(std::stod(least), std::stod(share));
+  }
+}
+
+double Model::number(const std::string& key) const { return std::stod(figures_.at(key)); }
+
+Nanoseconds Model::microseconds(const std::string& key) const { return std::llround(number(key) * 1000); }
+
+// Between two rows of the table on the straight line, outside of it as at its nearest end.
+double Model::matmul_share(double least) const {
+  const auto above = std::find_if(matmul_shares_.begin(), matmul_shares_.end(),
+                                  [least](const auto& row) { return row.first >= least; });
+  if (above == matmul_shares_.begin()) return above->second;
+  const auto& [low, share] = *std::prev(above);
+  if (above == matmul_shares_.end()) return share;
+  return share + (above->second - share) * (least - low) / (above->first - low);
+}
+
+double Model::flops_per_ns(const Work& work) const {
+  const double peak = work.dtype == ACL_BF16 ? bfloat16_ : work.dtype == ACL_FLOAT16 ? float16_ : float32_;
+  switch (work.unit) {
+    case Unit::attention: return peak * attention_share_ / step_factor_;
+    case Unit::convolution: return peak * convolution_share_ / step_factor_;
+    default: return peak * matmul_share(work.least) / step_factor_;
+  }
+}
+
+Nanoseconds Model::kernel(const Work& work) const {
+  const double moving = work.nbytes / (work.unit == Unit::softmax ? softmax_bytes_per_ns_ : bytes_per_ns_);
+  if (work.unit == Unit::vector || work.unit == Unit::softmax) return vector_launch_ + std::llround(moving);
+  return matrix_launch_ + std::llround(std::max(moving, work.flops / flops_per_ns(work)));
+}
+
+double Model::link_rate(const Work& work) const {
+  const bool up = work.unit == Unit::h2d;
+  const double chosen = (up ? settings().h2d_bytes_per_s : settings().d2h_bytes_per_s) * kPerSecond;
+  const double rate = chosen > 0 ? chosen : up ? h2d_ : d2h_;
+  return work.pageable ? rate * pageable_share_ : rate;
+}
+
+double Model::share_beside(Unit direction) const { return direction == Unit::h2d ? h2d_beside_d2h_ : d2h_beside_h2d_; }
+
+}  // namespace emulator

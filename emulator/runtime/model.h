@@ -1,0 +1,60 @@
+// The modelled machine: how long work takes on it, and what its host's calls cost. The figures are those of a chip
+// file and a server file, which the Python package has read and checked. Times are whole nanoseconds.
+#pragma once
+
+#include "work.h"
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace emulator {
+
+using Nanoseconds = int64_t;
+
+class Model {
+ public:
+  // figures: "memory.share=0.8;matrix.shares=2048:0.75,4096:0.86;..."
+  explicit Model(const std::string& figures);
+
+  // A kernel, a fill, or a copy within the device.
+  Nanoseconds kernel(const Work& work) const;
+
+  // A copy over the link: what it takes before bytes flow, and bytes per nanosecond with the other direction idle.
+  Nanoseconds latency() const { return latency_; }
+  double link_rate(const Work& work) const;
+  // What a direction keeps of that while the other one is busy.
+  double share_beside(Unit direction) const;
+
+  // What the host spends on putting a kernel or copy, and an event's record or wait, on a stream; on asking whether
+  // something has passed; and on a wait, beyond the end of what is waited for.
+  Nanoseconds issue() const { return issue_; }
+  Nanoseconds event() const { return event_; }
+  Nanoseconds query() const { return query_; }
+  Nanoseconds wait() const { return wait_; }
+  // How many seconds of the modelled host a second of this machine's CPU is; 0: computing costs nothing.
+  double host_cpu_factor() const { return host_cpu_factor_; }
+
+ private:
+  double number(const std::string& key) const;
+  Nanoseconds microseconds(const std::string& key) const;
+  double matmul_share(double least) const;
+  double flops_per_ns(const Work& work) const;
+
+  std::map<std::string, std::string> figures_;
+  const Nanoseconds matrix_launch_;
+  const Nanoseconds vector_launch_;
+  const double bytes_per_ns_;  // of a kernel other than a softmax
+  const double softmax_bytes_per_ns_;
+  const double bfloat16_, float16_, float32_;  // FLOPs per ns of the matrix unit, at its peak
+  const double attention_share_, convolution_share_;
+  const double step_factor_;
+  const Nanoseconds latency_, issue_, event_, query_, wait_;
+  const double h2d_, d2h_;  // bytes per ns
+  const double h2d_beside_d2h_, d2h_beside_h2d_, pageable_share_;
+  const double host_cpu_factor_;
+  std::vector<std::pair<double, double>> matmul_shares_;  // by the least dimension, rising
+};
+
+}  // namespace emulator
