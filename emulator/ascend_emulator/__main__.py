@@ -121,7 +121,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--timeline", metavar="FILE", help="write a Chrome trace there at the end")
     parser.add_argument("--clock", metavar="CHIP", help="model time by this chip, a name or FILE.toml")
-    parser.add_argument("--server", metavar="SERVER", help="whose host link that chip is behind, a name or FILE.toml")
+    parser.add_argument(
+        "--server", metavar="SERVER", help="whose host link that chip is behind, a name or FILE.toml"
+    )
     parser.add_argument(
         "--host-cpu", default=0, metavar="FACTOR", help="count the program's CPU time, times this (default: 0)"
     )

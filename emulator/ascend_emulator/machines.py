@@ -1,4 +1,4 @@
-"""Chip files and server files: the figures of a modelled machine, read, checked, and written down for the runtime."""
+"""Chip files and server files: the figures of a modelled machine, read, checked, and handed to the runtime."""
 
 import math
 import sys

@@ -43,7 +43,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.clock is None and self.server is not None:
-            raise EmulatorError("a server is there for modelled time, so it needs a clock: --clock CHIP (clock=...)")
+            raise EmulatorError(
+                "a server is there for modelled time, so it needs a clock: --clock CHIP (clock=...)"
+            )
         if self.clock is None and self.host_cpu_factor:
             raise EmulatorError("a host CPU factor needs a clock: --clock CHIP (clock=...)")
         model = f"{figures(self.clock, self.server)};host_cpu_factor={self.host_cpu_factor}" if self.clock else ""

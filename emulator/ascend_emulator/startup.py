@@ -64,9 +64,8 @@ def start(
     over_real_cann: start even though the machine has a CANN of its own.
 
     For schedule, seed, races, timeline, clock and server None means what the variables ASCEND_EMULATOR_SCHEDULE,
-    _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK and _SERVER say; without these "eager", 0, False, no file, and neither a
-    clock nor a server. If start is called again before torch is
-    imported, the last call counts.
+    _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK and _SERVER say; without these "eager", 0, False, and none of the rest.
+    If start is called again before torch is imported, the last call counts.
 
     Raises EmulatorError, and changes nothing, where a value means nothing or the device cannot be started.
     """
@@ -115,9 +114,9 @@ def _begin(options: Options) -> None:
     os.environ.update(options.environment())
     if options.races or options.schedule == "random" or options.devices > 1 or options.clock:
         # torch_npu then issues kernels on the thread that asked for them, and not on a thread for each device. So a
-        # race has the right stack, a seed gives the same order again, modelled time hears of all calls in the
-        # program's order, and no device is told to wait for another one's event before that is recorded, or after it
-        # is destroyed.
+        # race has the right stack, a seed gives the same order again, modelled time has all calls in the program's
+        # order, and no device is told to wait for another one's event before that is recorded, or after it is
+        # destroyed.
         os.environ["TASK_QUEUE_ENABLE"] = "0"
     for path in libraries:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 def now() -> float:
-    """Seconds: of the modelled host with a clock, from the start of the device on; else those of time.perf_counter().
+    """Seconds: with a clock those of the modelled host, from 0 on; else those of time.perf_counter().
 
     Raises EmulatorError without a device.
     """

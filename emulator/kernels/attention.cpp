@@ -105,29 +105,33 @@ void backward(In q, In k, In v, In grad, In bias, In dropout_mask, In padding, I
   if (bias.defined()) grad_bias.copy_(grad_scores.sum_to_size(grad_bias.sizes()));
 }
 
-Work work_of(In q, In k, In v, int64_t heads, Text layout, int64_t mode, bool is_backward) {
+// A causal mask is a pattern of which the kernel needs a corner, whatever its size. The backward pass has a gradient of
+// each tensor beside it.
+Work work_of(In q, In k, In v, In out, In mask, int64_t heads, Text layout, int64_t mode, bool is_backward) {
   const at::Tensor query = by_heads(q, layout, heads);
   const int64_t key_heads = count_heads(k, layout, query.size(3));
   const double keys = by_heads(k, layout, key_heads).size(2);
   const double pairs = keys * query.size(0) * query.size(1) * query.size(2);
   const double depths = query.size(3) + by_heads(v, layout, key_heads).size(3);
-  return attention(q, pairs, depths, mode == kCausalFromStart || mode == kCausalFromEnd, is_backward);
+  const bool causal = mode == kCausalFromStart || mode == kCausalFromEnd;
+  const double nbytes = (bytes_of(q) + bytes_of(k) + bytes_of(v) + bytes_of(out)) * (is_backward ? 2 : 1);
+  return attention(q, pairs, depths, causal, is_backward, nbytes + (causal ? 0 : bytes_of(mask)));
 }
 
 }  // namespace
 
 ACLNN_OF(aclnnFlashAttentionScore,
-      (In q, In k, In v, In bias, In dropout_mask, In padding, In mask, Integers, double scale, double keep,
-       int64_t, int64_t, int64_t heads, Text layout, int64_t, int64_t mode, Out maximum, Out sum, Out,
-       Out out),
-      work_of(q, k, v, heads, layout, mode, false),
-      forward(q, k, v, bias, dropout_mask, padding, mask, scale, keep, heads, layout, mode, maximum, sum,
+         (In q, In k, In v, In bias, In dropout_mask, In padding, In mask, Integers, double scale, double keep,
+          int64_t, int64_t, int64_t heads, Text layout, int64_t, int64_t mode, Out maximum, Out sum, Out,
+          Out out),
+         work_of(q, k, v, out, mask, heads, layout, mode, false),
+         forward(q, k, v, bias, dropout_mask, padding, mask, scale, keep, heads, layout, mode, maximum, sum,
               out))
 
 ACLNN_OF(aclnnFlashAttentionScoreGrad,
-      (In q, In k, In v, In grad, In bias, In dropout_mask, In padding, In mask, In maximum, In sum, In, In,
-       Integers, double scale, double keep, int64_t, int64_t, int64_t heads, Text layout, int64_t,
-       int64_t mode, Out grad_q, Out grad_k, Out grad_v, Out grad_bias),
-      work_of(q, k, v, heads, layout, mode, true),
-      backward(q, k, v, grad, bias, dropout_mask, padding, mask, maximum, sum, scale, keep, heads, layout,
+         (In q, In k, In v, In grad, In bias, In dropout_mask, In padding, In mask, In maximum, In sum, In, In,
+          Integers, double scale, double keep, int64_t, int64_t, int64_t heads, Text layout, int64_t,
+          int64_t mode, Out grad_q, Out grad_k, Out grad_v, Out grad_bias),
+         work_of(q, k, v, grad, mask, heads, layout, mode, true),
+         backward(q, k, v, grad, bias, dropout_mask, padding, mask, maximum, sum, scale, keep, heads, layout,
                mode, grad_q, grad_k, grad_v, grad_bias))

@@ -17,15 +17,15 @@ static void convolution_backward(In grad, In input, In weight, Integers bias_siz
 }
 
 ACLNN_OF(aclnnConvolution,
-      (In input, In weight, In bias, Integers stride, Integers padding, Integers dilation, bool transposed,
-       Integers output_padding, int64_t groups, Out out, int8_t),
-      convolution(transposed ? input : out, weight, 1),
-      out.copy_(at::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding,
+         (In input, In weight, In bias, Integers stride, Integers padding, Integers dilation, bool transposed,
+          Integers output_padding, int64_t groups, Out out, int8_t),
+         convolution(transposed ? input : out, weight, 1),
+         out.copy_(at::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding,
                                 groups)))
 ACLNN_OF(aclnnConvolutionBackward,
-      (In grad, In input, In weight, Integers bias_sizes, Integers stride, Integers padding,
-       Integers dilation, bool transposed, Integers output_padding, int64_t groups, Booleans wanted, int8_t,
-       Out grad_input, Out grad_weight, Out grad_bias),
-      convolution(transposed ? input : grad, weight, wanted[0] + wanted[1]),
-      convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed,
+         (In grad, In input, In weight, Integers bias_sizes, Integers stride, Integers padding,
+          Integers dilation, bool transposed, Integers output_padding, int64_t groups, Booleans wanted, int8_t,
+          Out grad_input, Out grad_weight, Out grad_bias),
+         convolution(transposed ? input : grad, weight, wanted[0] + wanted[1]),
+         convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed,
                            output_padding, groups, wanted, grad_input, grad_weight, grad_bias))

@@ -73,15 +73,15 @@ static void by_tensor(Ins x, Ins weight, Ins bias, In groups, int64_t group_type
 }
 
 ACLNN_OF(aclnnGroupedMatmul,
-      (Ins x, Ins weight, Ins bias, Ins scale, Ins offset, Ins anti_scale, Ins anti_offset, Integers ends, int64_t,
-       Outs out),
-      grouped_product(x, weight),
-      refuse_quantised(scale, offset, anti_scale, anti_offset);
-      grouped_matmul(x, weight, bias, ends, GroupType::rows, 0, out))
+         (Ins x, Ins weight, Ins bias, Ins scale, Ins offset, Ins anti_scale, Ins anti_offset, Integers ends, int64_t,
+          Outs out),
+         grouped_product(x, weight),
+         refuse_quantised(scale, offset, anti_scale, anti_offset);
+         grouped_matmul(x, weight, bias, ends, GroupType::rows, 0, out))
 ACLNN_OF(aclnnGroupedMatmulV4,
-      (Ins x, Ins weight, Ins bias, Ins scale, Ins offset, Ins anti_scale, Ins anti_offset, Ins token_scale,
-       In groups, Ins, Ins, Ins, int64_t, int64_t group_type, int64_t list_type, int64_t activation, Outs out, Outs,
-       Outs),
-      grouped_product(x, weight),
-      refuse_quantised(scale, offset, anti_scale, anti_offset, token_scale);
-      by_tensor(x, weight, bias, groups, group_type, list_type, activation, out))
+         (Ins x, Ins weight, Ins bias, Ins scale, Ins offset, Ins anti_scale, Ins anti_offset, Ins token_scale,
+          In groups, Ins, Ins, Ins, int64_t, int64_t group_type, int64_t list_type, int64_t activation, Outs out, Outs,
+          Outs),
+         grouped_product(x, weight),
+         refuse_quantised(scale, offset, anti_scale, anti_offset, token_scale);
+         by_tensor(x, weight, bias, groups, group_type, list_type, activation, out))

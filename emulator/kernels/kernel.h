@@ -15,8 +15,8 @@
 //
 // An absent optional tensor is an undefined one. Outputs have their final shape and are never resized.
 //
-// For modelled time such a kernel moves the bytes of its tensors. ACLNN_OF is for one that is more than that, and says
-// what in its third argument, an expression of the same parameters; see work.h here.
+// For modelled time such a kernel moves the bytes of its tensors. ACLNN_OF is for one that does more than that, and
+// says what in its third argument, an expression of the same parameters; see work.h here.
 #pragma once
 
 #include "tensor.h"
@@ -172,7 +172,7 @@ aclError plan(const char* name, Work (*work)(Parameters...), void (*run)(Paramet
           (note_memory<Parameters>(copy, operation), ...);
           if (!models_time()) return;
           if (work != nullptr) operation.work = work(static_cast<Parameters>(copy)...);
-          operation.work.nbytes = (traffic<Parameters>(copy) + ... + 0.0);
+          if (operation.work.nbytes == 0) operation.work.nbytes = (traffic<Parameters>(copy) + ... + 0.0);
         },
         copies);
     operation.body = [run, copies = std::move(copies)]() mutable {
@@ -207,10 +207,10 @@ struct Planner<Kernel, void(Parameters...)> {
 #define ACLNN(operator_name, parameters, ...) \
   ACLNN_KERNEL(operator_name, parameters, static constexpr std::nullptr_t work = nullptr, __VA_ARGS__)
 
-#define ACLNN_OF(operator_name, parameters, its_work, ...)                                              \
-  _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wunused-parameter\"")               \
+#define ACLNN_OF(operator_name, parameters, its_work, ...)                                            \
+  _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wunused-parameter\"")             \
   ACLNN_KERNEL(operator_name, parameters, static emulator::Work work parameters { return its_work; }, \
-               __VA_ARGS__)                                                                             \
+               __VA_ARGS__)                                                                           \
   _Pragma("GCC diagnostic pop")
 
 #define ACLNN_KERNEL(operator_name, parameters, its_work, ...)                                         \

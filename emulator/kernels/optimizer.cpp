@@ -19,7 +19,7 @@ ACLNN(aclnnApplyAdamWV2,
 
 // Gradients are written too where they come scaled. The first step makes the momentum buffers.
 ACLNN(aclnnFusedSgd,
-      (Updates parameters, Updates grads, Updates momentum_buffers, In grad_scale, float decay, float momentum, float lr,
-       float dampening, bool nesterov, bool maximize, bool is_first_step),
+      (Updates parameters, Updates grads, Updates momentum_buffers, In grad_scale, float decay, float momentum,
+       float lr, float dampening, bool nesterov, bool maximize, bool is_first_step),
       at::_fused_sgd_(parameters, grads, momentum_buffers, decay, momentum, lr, dampening, nesterov, maximize,
                       is_first_step, if_defined(grad_scale)))

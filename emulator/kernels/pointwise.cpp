@@ -41,11 +41,11 @@ UNARY(BitwiseNot, bitwise_not)
 // to the tensor's dtype first, so scalar operands of products go this way too.
 static at::Tensor wrap(Number value) { return at::native::wrapped_scalar_tensor(value); }
 
-#define SUM(Name, function)                                                                     \
-  ACLNN(aclnn##Name, (In self, In other, Number alpha, Out out),                                \
-        at::function##_out(out, self, other, alpha))                                            \
-  ACLNN(aclnn##Name##s, (In self, Number other, Number alpha, Out out),                         \
-        out.copy_(at::function(self, other, alpha)))                                            \
+#define SUM(Name, function)                                                                        \
+  ACLNN(aclnn##Name, (In self, In other, Number alpha, Out out),                                   \
+        at::function##_out(out, self, other, alpha))                                               \
+  ACLNN(aclnn##Name##s, (In self, Number other, Number alpha, Out out),                            \
+        out.copy_(at::function(self, other, alpha)))                                               \
   ACLNN(aclnnInplace##Name, (Update self, In other, Number alpha), self.function##_(other, alpha)) \
   ACLNN(aclnnInplace##Name##s, (Update self, Number other, Number alpha), self.function##_(other, alpha))
 
@@ -59,7 +59,7 @@ ACLNN(aclnnRsubs, (In self, Number other, Number alpha, Out out), out.copy_(at::
 #define PRODUCT(Name, function)                                                                 \
   ACLNN(aclnn##Name, (In self, In other, Out out), at::function##_out(out, self, other))        \
   ACLNN(aclnn##Name##s, (In self, Number other, Out out), out.copy_(at::function(self, other))) \
-  ACLNN(aclnnInplace##Name, (Update self, In other), self.function##_(other))                      \
+  ACLNN(aclnnInplace##Name, (Update self, In other), self.function##_(other))                   \
   ACLNN(aclnnInplace##Name##s, (Update self, Number other), self.function##_(wrap(other)))
 
 PRODUCT(Mul, mul)
@@ -90,7 +90,7 @@ ACLNN(aclnnMinimum, (In self, In other, Out out), at::minimum_out(out, self, oth
 #define COMPARISON(Name, function)                                                                   \
   ACLNN(aclnn##Name##Tensor, (In self, In other, Out out), at::function##_out(out, self, other))     \
   ACLNN(aclnn##Name##Scalar, (In self, Number other, Out out), at::function##_out(out, self, other)) \
-  ACLNN(aclnnInplace##Name##Tensor, (Update self, In other), self.function##_(other))                   \
+  ACLNN(aclnnInplace##Name##Tensor, (Update self, In other), self.function##_(other))                \
   ACLNN(aclnnInplace##Name##Scalar, (Update self, Number other), self.function##_(other))
 
 COMPARISON(Eq, eq)

@@ -62,10 +62,12 @@ Work convolution(const at::Tensor& positions, const at::Tensor& weight, int pass
           .dtype = dtype_of(weight)};
 }
 
-Work attention(const at::Tensor& queries, double pairs, double depths, bool causal, bool backward) {
+Work attention(const at::Tensor& queries, double pairs, double depths, bool causal, bool backward,
+               double nbytes) {
   return {.unit = Unit::attention,
           .flops = 2 * pairs * depths * (causal ? 0.5 : 1) * (backward ? 2.5 : 1),
-          .dtype = dtype_of(queries)};
+          .dtype = dtype_of(queries),
+          .nbytes = nbytes};
 }
 
 }  // namespace emulator

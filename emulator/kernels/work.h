@@ -21,8 +21,9 @@ Work product(const at::Tensor& first, const at::Tensor& second);
 Work grouped_product(const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& second);
 
 // Of so many pairs of a query and a key; depths: that of a key and that of a value, added up. Causal: half of the
-// pairs count. The backward pass counts as two and a half forward ones.
-Work attention(const at::Tensor& queries, double pairs, double depths, bool causal, bool backward);
+// pairs count. The backward pass counts as two and a half forward ones. nbytes: what it moves, where that is known
+// better than by its tensors; else 0.
+Work attention(const at::Tensor& queries, double pairs, double depths, bool causal, bool backward, double nbytes);
 
 // positions: a convolution's output, or a transposed one's input. passes: 1 forward, 1 for each gradient.
 Work convolution(const at::Tensor& positions, const at::Tensor& weight, int passes);

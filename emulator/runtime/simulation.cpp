@@ -69,7 +69,8 @@ struct Simulation::Device {
 // and is more. Holds the lock.
 class Simulation::Call {
  public:
-  Call(Simulation& simulation, Nanoseconds cost) : lock_(simulation.mutex_), factor_(simulation.model_.host_cpu_factor()) {
+  Call(Simulation& simulation, Nanoseconds cost)
+      : lock_(simulation.mutex_), factor_(simulation.model_.host_cpu_factor()) {
     if (factor_ > 0 && left_at() >= 0) {
       cost = std::max<Nanoseconds>(cost, std::llround(factor_ * (cpu_time_of_thread() - left_at())));
     }

@@ -1,4 +1,4 @@
-"""Modelled time: when operations begin and end, what the host's calls cost, and that only the calls' order counts."""
+"""Modelled time: when operations begin and end, what calls cost, and that nothing but their order counts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_copy_takes_what_the_link_needs_and_a_wait_its_cost(said: dict[str, Sa
 
 
 def test_opposite_directions_slow_each_other(said: dict[str, Said]) -> None:
-    # Until 40 the way up has moved 14 us at 10 bytes/ns; then it has 5, and the way down from 46 on 15. That ends after
-    # 1000 / 15 = 66.667 us, when 860 - 72.667 * 5 = 496.665 KB are left for the way up, at 10 again. Whole ns count.
+    # Until 40 the way up has moved 14 us at 10 bytes/ns; then it has 5, and the way down from 46 on 15. That takes
+    # 1000 / 15 = 66.667 us, and then 860 - 72.667 * 5 = 496.665 KB are left for the way up, at 10 again.
     assert said["both_ways_at_once"]["spans"] == [["copy_d2h", 40, 112.667], ["copy_h2d", 20, 162.334]]
 
 
@@ -66,7 +66,11 @@ def test_events_speak_modelled_time(said: dict[str, Said]) -> None:
 
 
 def test_a_copy_runs_beside_the_computing_of_two_streams_that_share_an_engine(said: dict[str, Said]) -> None:
-    assert said["computing_beside_a_copy"]["spans"] == [["memset", 20, 44], ["memset", 60, 84], ["copy_h2d", 40, 146]]
+    assert said["computing_beside_a_copy"]["spans"] == [
+        ["memset", 20, 44],
+        ["memset", 60, 84],
+        ["copy_h2d", 40, 146],
+    ]
 
 
 def test_a_stream_waits_for_anothers_event_and_holds_nobody_else_up(said: dict[str, Said]) -> None:
@@ -175,3 +179,50 @@ def test_the_hosts_own_computing_counts_if_it_is_to(tmp_path: Path, factor: str,
     options = (*machine(tmp_path), "--host-cpu", factor)
     done = run(*EMULATOR, *options, script, cwd=tmp_path, pythonpath=Path.cwd())
     assert low <= float(done.stdout) <= high, done.stderr
+
+
+TRAIN = """
+    import json
+    import ascend_emulator
+    import torch
+    from tests.emulator.gpt import CONTEXT, GPT, VOCABULARY
+    from tiered_mem import TieringManager
+    torch.manual_seed(0)
+    model = GPT(modern=False).to("npu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(VOCABULARY, (4, CONTEXT)).to("npu")
+    with TieringManager(policy="layer-order", device="npu", host_bytes="64MiB") as manager:
+        with ascend_emulator.record_timeline() as spans:
+            for _ in range(3):
+                with manager.offload_context(model.blocks, min_bytes=1024):
+                    loss = model(tokens, tokens.roll(1, 1))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                print(loss.item().hex(), ascend_emulator.now())
+            torch.npu.synchronize()
+    print(json.dumps(spans))
+"""
+
+
+@pytest.mark.slow(why="six processes train a model")
+def test_a_training_that_offloads_has_one_timeline(tmp_path: Path) -> None:
+    """In each schedule, whether or not torch_npu's task queue is asked for, and whatever the emulator does beside."""
+    script = write_script(tmp_path, TRAIN)
+    outputs = {}
+    for options, queue in {
+        ("--schedule", "eager"): "2",
+        ("--schedule", "eager", "--races"): "0",
+        ("--schedule", "eager", "--no-poison"): "1",
+        ("--schedule", "late"): "1",
+        ("--schedule", "random", "--seed", "1"): "1",
+        ("--schedule", "random", "--seed", "2", "--races"): "0",
+    }.items():
+        arguments = (*EMULATOR, *machine(tmp_path), *options, script)
+        done = run(*arguments, cwd=tmp_path, pythonpath=Path.cwd(), TASK_QUEUE_ENABLE=queue)
+        assert done.returncode == 0, done.stderr
+        outputs[options] = done.stdout.splitlines()
+    first, *others = outputs.values()
+    names = {name for name, *_ in json.loads(first[-1])}
+    assert {"copy_d2h", "copy_h2d", "aclnnAddmm"} <= names
+    assert others == [first] * 5

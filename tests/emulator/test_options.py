@@ -100,6 +100,9 @@ def test_a_child_reads_what_its_parent_has_written(tmp_path: Path) -> None:
             "poison": False,
             "faults": ["aclrtMallocHost:3", "aclrtMemcpyAsync:p=0.01,seed=7", "device:100,code=507899"],
             "timeline": tmp_path / "trace.json",
+            "clock": "910b2",
+            "server": "atlas-a3",
+            "host_cpu_factor": 0.5,
             "over_real_cann": True,
         },
         {},
@@ -184,9 +187,11 @@ def test_every_flag_arrives(tmp_path: Path) -> None:
         *("--hbm", "1MiB", "--host", "2MiB", "--h2d", "3", "--d2h", "4", "--stack", "old", "--devices", "2"),
         *("--schedule", "late", "--seed", "5", "--races", "--no-poison", "--timeline", "trace.json"),
         *("--fault", "device:900", "--fault", "aclrtMalloc:p=0.5,seed=1"),
+        *("--clock", "910b", "--server", "dgx-a100", "--host-cpu", "0.5"),
         write_script(tmp_path, SHOW),
     )
     assert found.pop("STARTED_BY").isdecimal()
+    assert found.pop("MODEL").startswith("launch.matrix_us=5.0;")
     assert found == {
         "HBM_BYTES": "1048576",
         "HOST_BYTES": "2097152",
@@ -200,6 +205,9 @@ def test_every_flag_arrives(tmp_path: Path) -> None:
         "POISON": "0",
         "FAULTS": "device:900;aclrtMalloc:p=0.5,seed=1",
         "TIMELINE": str(tmp_path / "trace.json"),
+        "CLOCK": "910b3",
+        "SERVER": "dgx-a100",
+        "HOST_CPU_FACTOR": "0.5",
         "OVER_REAL_CANN": "0",
         "TASK_QUEUE_ENABLE": "0",
     }
@@ -230,6 +238,7 @@ def test_an_explicit_schedule_counts_more_than_one_from_outside(tmp_path: Path) 
         (("--schedule", "random"), "0"),
         (("--races",), "0"),
         (("--devices", "2"), "0"),
+        (("--clock", "910b"), "0"),
     ],
 )
 def test_torch_npus_queue_is_off_where_it_would_be_in_the_way(

@@ -17,9 +17,9 @@ server = "atlas-a2"
 matrix_us = 10
 vector_us = 4
 [matrix]
-bfloat16 = 100e12
-float16 = 200e12
-float32 = 50e12
+bfloat16 = 10e12
+float16 = 20e12
+float32 = 5e12
 matmul_shares = [[100, 0.5], [300, 1.0]]
 attention_share = 0.4
 convolution_share = 0.2
