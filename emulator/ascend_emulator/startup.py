@@ -64,7 +64,7 @@ def start(
     over_real_cann: start even though the machine has a CANN of its own.
 
     For schedule, seed, races, timeline, clock and server None means what the variables ASCEND_EMULATOR_SCHEDULE,
-    _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK and _SERVER say; without these "eager", 0, False, and none of the rest.
+    _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK and _SERVER say; without these "eager", 0, False, and no more.
     If start is called again before torch is imported, the last call counts.
 
     Raises EmulatorError, and changes nothing, where a value means nothing or the device cannot be started.

@@ -132,7 +132,7 @@ ACL_EXPORT aclError aclrtMemcpyBatch(void** dsts, size_t* dest_maxs, void** srcs
     if (const aclError code = batch.check_pair(i); code != ACL_SUCCESS) return code;
   }
   for (size_t i = 0; i < num_batches; ++i) {
-    const aclError code = copy_now(function, dsts[i], dest_maxs[i], srcs[i], sizes[i]);
+    const aclError code = copy_now(function, dsts[i], dest_maxs[i], srcs[i], sizes[i], i == 0);
     if (code != ACL_SUCCESS) return code;
   }
   return ACL_SUCCESS;

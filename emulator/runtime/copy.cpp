@@ -93,7 +93,7 @@ aclError use_after_free(const char* function) {
 
 }  // namespace
 
-aclError copy_now(const char* function, void* to, size_t room, const void* from, size_t nbytes) {
+aclError copy_now(const char* function, void* to, size_t room, const void* from, size_t nbytes, bool own_call) {
   if (nbytes > room) return too_small(function);
   const Copy copy = plan(to, from);
   if (copy.freed()) return use_after_free(function);
@@ -108,7 +108,7 @@ aclError copy_now(const char* function, void* to, size_t room, const void* from,
     }
   }
   copy.link->move(to, from, nbytes);
-  if (Simulation::on() && !copy.on_host()) Simulation::get().run_now(current_device(), copy.work(nbytes));
+  if (Simulation::on() && !copy.on_host()) Simulation::get().run_now(current_device(), copy.work(nbytes), own_call);
   return ACL_SUCCESS;
 }
 

@@ -5,9 +5,10 @@
 
 namespace emulator {
 
-aclError copy_now(const char* function, void* to, size_t room, const void* from, size_t nbytes);
+// own_call: see Operation.
+aclError copy_now(const char* function, void* to, size_t room, const void* from, size_t nbytes, bool own_call = true);
 
-// On a stream, and so at once only for pageable memory. own_call: see Operation.
+// On a stream, and so at once only for pageable memory.
 aclError copy_on_stream(const char* function, void* to, size_t room, const void* from, size_t nbytes,
                         aclrtStream stream, bool own_call = true);
 

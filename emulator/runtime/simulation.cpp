@@ -122,11 +122,11 @@ void Simulation::issue(const std::shared_ptr<Lane>& lane, const Operation& opera
                             .reaches = operation.reaches});
 }
 
-void Simulation::run_now(int device, const Work& work) {
-  Call call(*this, model_.issue());
+void Simulation::run_now(int device, const Work& work, bool own_call) {
+  Call call(*this, own_call ? model_.issue() : 0);
   const auto lane = open(device, 0);
   issue_at_host_time(lane, {.number = 0, .name = "", .nbytes = 0, .work = work, .awaits = nullptr, .reaches = nullptr});
-  wait_until([&] { return lane->tasks.empty(); });
+  wait_until([&] { return lane->tasks.empty(); }, own_call ? model_.wait() : 0);
 }
 
 void Simulation::issue_at_host_time(const std::shared_ptr<Lane>& lane, Task task) {
@@ -138,25 +138,24 @@ void Simulation::issue_at_host_time(const std::shared_ptr<Lane>& lane, Task task
 
 void Simulation::wait_for(const Lane& lane) {
   Call call(*this, 0);
-  wait_until([&] { return lane.tasks.empty(); });
+  wait_until([&] { return lane.tasks.empty(); }, model_.wait());
 }
 
 void Simulation::wait_for(const Mark& mark) {
   Call call(*this, 0);
-  wait_until([&] { return mark.modelled().has_value(); });
+  wait_until([&] { return mark.modelled().has_value(); }, model_.wait());
 }
 
 void Simulation::wait_for_device(int device) {
   Call call(*this, 0);
-  wait_until([&] {
-    return std::none_of(busy_.begin(), busy_.end(), [device](const auto& lane) { return lane->device == device; });
-  });
+  const auto of_device = [device](const auto& lane) { return lane->device == device; };
+  wait_until([&] { return std::none_of(busy_.begin(), busy_.end(), of_device); }, model_.wait());
 }
 
 template <class Done>
-void Simulation::wait_until(Done done) {
+void Simulation::wait_until(Done done, Nanoseconds cost) {
   while (!done()) step(*next_to_end());
-  host_ = time_ + model_.wait();
+  host_ = time_ + cost;
 }
 
 bool Simulation::asked(const Lane& lane) {

@@ -34,8 +34,8 @@ class Simulation {
 
   std::shared_ptr<Lane> open(int device, int stream);
   void issue(const std::shared_ptr<Lane>& lane, const Operation& operation);
-  // Work that the host waits for without a stream.
-  void run_now(int device, const Work& work);
+  // Work that the host waits for without a stream. own_call: see Operation.
+  void run_now(int device, const Work& work, bool own_call = true);
 
   // The host waits.
   void wait_for(const Lane& lane);
@@ -68,7 +68,7 @@ class Simulation {
   void begin(Device& device, Engine& engine);
   void share_link(Device& device);
   template <class Done>
-  void wait_until(Done done);
+  void wait_until(Done done, Nanoseconds cost);
 
   const Model model_;
   std::mutex mutex_;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def test_a_copy_takes_what_the_link_needs_and_a_wait_its_cost(said: dict[str, Sa
         "issued": 20,
         "arrived": 156,
         "spans": [["copy_h2d", 20, 126], ["copy_d2h", 176, 232]],
+        "streams": [1, 1],
     }
 
 
@@ -101,12 +103,14 @@ def test_copies_that_the_caller_waits_for(said: dict[str, Said]) -> None:
 
 def test_many_copies_by_one_call_are_issued_once(said: dict[str, Said]) -> None:
     batch = said["many_copies_by_one_call"]
-    assert batch["issued"] == 20
+    assert (batch["issued"], batch["waited"]) == (20, 20 + 3 * 106 + 30)
     assert batch["spans"] == [["copy_h2d", 20 + 106 * i, 20 + 106 * (i + 1)] for i in range(3)]
 
 
-def test_the_rate_can_be_changed_and_is_the_servers_again(said: dict[str, Said]) -> None:
-    assert said["another_rate"]["spans"] == [["copy_h2d", 20, 226], ["copy_h2d", 276, 382]]
+def test_the_rate_can_be_changed_and_is_the_servers_again_and_no_copy_sleeps(said: dict[str, Said]) -> None:
+    rate = said["another_rate"]
+    assert rate["spans"] == [["copy_h2d", 20, 10_000_026], ["copy_h2d", 10_000_076, 10_000_182]]
+    assert not rate["slept"]
 
 
 def test_a_wait_for_nothing_costs_what_a_wait_costs(said: dict[str, Said]) -> None:
@@ -121,6 +125,31 @@ def test_each_device_has_engines_of_its_own(said: dict[str, Said]) -> None:
         ["copy_h2d", 40, 146],
         ["copy_h2d", 84, 190],
     ]
+
+
+def test_in_a_random_program_each_operation_begins_as_soon_as_it_may(said: dict[str, Said]) -> None:
+    """Behind its issue, its stream and its waits; and if later than all these, when its engine has become free."""
+    program = said["whatever"]
+    spans: list[list[tuple[str, float, float]]] = [[], [], []]
+    for stream, span in zip(program["streams"], program["spans"], strict=True):
+        spans[stream - 1].append(span)
+    engines: dict[str, list[tuple[float, float]]] = {}
+    late = 0
+    for stream, operations in enumerate(program["issued"]):
+        before = 0.0
+        for (name, issued, waits), (span_name, start, end) in zip(operations, spans[stream], strict=True):
+            assert name == span_name
+            ready = max([issued, before, *(spans[other][count - 1][2] for other, count in waits if count > 0)])
+            engines.setdefault(name, []).append((start, end))
+            assert start >= ready
+            if start > ready:
+                late += 1
+                assert any(start == each[2] for of_one in spans for each in of_one if each[0] == name)
+            before = end
+    for served in engines.values():
+        served.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(served))
+    assert late > 20
 
 
 @pytest.mark.parametrize(
@@ -207,7 +236,7 @@ TRAIN = """
 
 @pytest.mark.slow(why="six processes train a model")
 def test_a_training_that_offloads_has_one_timeline(tmp_path: Path) -> None:
-    """In each schedule, whether or not torch_npu's task queue is asked for, and whatever the emulator does beside."""
+    """In each schedule, whether or not torch_npu's task queue is asked for, and with or without the detector."""
     script = write_script(tmp_path, TRAIN)
     outputs = {}
     for options, queue in {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,8 @@ class Bench:
         self.acl.copy(H2D, self.device + stream * NBYTES, self.host, nbytes, self.streams[stream])
 
     def down(self, stream: int, nbytes: int = NBYTES) -> None:
-        self.acl.copy(D2H, self.other_host, self.other, nbytes, self.streams[stream])
+        place = stream * NBYTES
+        self.acl.copy(D2H, self.other_host + place, self.other + stream * ROOM, nbytes, self.streams[stream])
 
     def fill(self, stream: int, nbytes: int) -> None:
         self.acl.check("aclrtMemsetAsync", self.other + stream * ROOM, ROOM, 1, nbytes, self.streams[stream])
@@ -208,16 +211,22 @@ def many_copies_by_one_call(bench: Bench) -> Said:
     pairs = [(bench.device + i * NBYTES, bench.host + i * NBYTES, NBYTES) for i in range(3)]
     batch = Batch(pairs, [TO_DEVICE])
     bench.acl.check("aclrtMemcpyBatchAsync", *batch.arguments, bench.streams[0])
-    return {"issued": bench.now()}
+    issued = bench.now()
+    bench.join(0)
+    start = bench.now()
+    bench.acl.check("aclrtMemcpyBatch", *batch.arguments)
+    return {"issued": issued, "waited": round(bench.now() - start, 3)}
 
 
 def another_rate(bench: Bench) -> Said:
-    ascend_emulator.configure(h2d_bytes_per_s="5GB/s")
+    ascend_emulator.configure(h2d_bytes_per_s="100KB/s")
+    start = time.perf_counter()
     bench.up(0)
     bench.join(0)
+    slept = time.perf_counter() - start >= 10
     ascend_emulator.configure(h2d_bytes_per_s=0)
     bench.up(0)
-    return {}
+    return {"slept": slept}
 
 
 def waits_for_nothing(bench: Bench) -> Said:
@@ -240,6 +249,30 @@ def two_devices(bench: Bench) -> Said:
     return {}
 
 
+def whatever(bench: Bench) -> Said:
+    """A random program. It says for each stream its operations: [name, issued at, what it waits for].
+
+    What it waits for is a list of [stream, how many of that one's operations].
+    """
+    draw = random.Random(0)
+    issued: list[list[list[Any]]] = [[], [], []]
+    waits: list[list[list[int]]] = [[], [], []]
+    for _ in range(300):
+        stream, other = draw.randrange(3), draw.randrange(3)
+        choice = draw.random()
+        if choice < 0.2:
+            waits[stream].append([other, len(issued[other])])
+            bench.wait(stream, bench.record(other))
+        elif choice < 0.25:
+            bench.join(stream)
+        else:
+            name, run = draw.choice([("copy_h2d", bench.up), ("copy_d2h", bench.down), ("memset", bench.fill)])
+            run(stream, draw.randrange(1, NBYTES))
+            issued[stream].append([name, bench.now(), waits[stream]])
+            waits[stream] = []
+    return {"issued": issued}
+
+
 PROGRAMS: dict[str, Callable[[Bench], Said]] = {
     program.__name__: program
     for program in (
@@ -259,6 +292,7 @@ PROGRAMS: dict[str, Callable[[Bench], Said]] = {
         another_rate,
         waits_for_nothing,
         two_devices,
+        whatever,
     )
 }
 
@@ -273,4 +307,5 @@ def run_all() -> dict[str, Said]:
             said[name] = program(bench)
             bench.acl.check("aclrtSynchronizeDevice")
         said[name]["spans"] = [[span.name, bench.at(span.start), bench.at(span.end)] for span in spans]
+        said[name]["streams"] = [span.stream for span in spans]
     return said
