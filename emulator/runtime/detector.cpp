@@ -29,7 +29,7 @@ std::string json_of(const Access& access) {
          ",\"time\":" + std::to_string(access.time) + "}";
 }
 
-Nanoseconds host_time() { return Simulation::on() ? Simulation::get().now() : -1; }
+Nanoseconds host_time() { return Simulation::on() ? Simulation::get().at_last_call() : -1; }
 
 }  // namespace
 

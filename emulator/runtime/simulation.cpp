@@ -178,6 +178,11 @@ Nanoseconds Simulation::now() {
   return host_;
 }
 
+Nanoseconds Simulation::at_last_call() {
+  std::lock_guard lock(mutex_);
+  return host_;
+}
+
 void Simulation::advance(Nanoseconds until) {
   for (Engine* engine = next_to_end(); engine != nullptr && engine->ends <= until; engine = next_to_end()) {
     step(*engine);

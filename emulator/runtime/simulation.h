@@ -49,8 +49,9 @@ class Simulation {
   // When it came to pass, or nothing if it has not. Costs nothing.
   std::optional<Nanoseconds> time_of(const Mark& mark);
 
-  // The host's time.
+  // The host's time; and what it was at the end of its last call.
   Nanoseconds now();
+  Nanoseconds at_last_call();
 
  private:
   struct Task;
