@@ -49,6 +49,11 @@ def test_every_operation_has_a_span(acl: Acl) -> None:
     assert times == sorted(times)
 
 
+def test_now_is_on_the_clock_of_the_spans() -> None:
+    times = [time.perf_counter(), ascend_emulator.now(), time.perf_counter()]
+    assert times == sorted(times)
+
+
 def test_a_copy_of_pageable_memory_has_its_bytes(acl: Acl) -> None:
     pageable = (ctypes.c_uint8 * NBYTES)()
     with acl.buffers(NBYTES) as (device, _), ascend_emulator.record_timeline() as spans:
