@@ -26,7 +26,7 @@ from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
 from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
 
-_log = logging.getLogger("tiered_mem.host_memory")
+_log = logging.getLogger("tiered_mem.tiers")
 
 _SLAB_BYTES = 1 << 30
 _PROBE_BYTES = 2 << 20

@@ -18,7 +18,7 @@ from ..transfer import TransferEngine
 from .placeholder import HostCopy, Parked, away, send_away
 from .storages import HeldStorage, held_storages, members
 
-_log = logging.getLogger("tiered_mem.phases.modules")
+_log = logging.getLogger("tiered_mem.phases")
 
 
 class ModulePhases:
