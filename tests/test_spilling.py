@@ -92,6 +92,20 @@ def test_a_block_that_is_dropped_while_it_is_read(spilling: Spilling, training: 
     files.let_go()
 
 
+def test_closing_while_a_file_is_read(spilling: Spilling, training: Training) -> None:
+    """Nobody looks any more whether the read has ended, and the slot that it goes to is free all the same."""
+    files = DeclaredFiles()
+    manager = spilling(LayerOrderPolicy(), 64 * MIB, files=files)
+    loss = training.forward(manager)
+    spill_all(manager)
+    files.hold = True
+    manager.act(Fetch(key) for key in keys(manager))
+    assert files.arrived.wait(10)
+    files.let_go()
+    manager.close()
+    del loss
+
+
 def test_the_last_of_many_reads_is_wanted_first(spilling: Spilling, device: str) -> None:
     """More are under way than one look takes note of."""
     manager = spilling(ManualPolicy(), 64 * MIB)
