@@ -79,7 +79,8 @@ def test_a_block_that_is_wanted_while_it_is_written(spilling: Spilling, training
     assert manager.stats()["disk.records"] == 0
 
 
-def test_a_block_that_is_dropped_while_it_is_read(spilling: Spilling, training: Training) -> None:
+def reading(spilling: Spilling, training: Training) -> tuple[TieringManager, DeclaredFiles, torch.Tensor]:
+    """A manager whose blocks are being read, the files that hold that up, and the loss that needs them."""
     files = DeclaredFiles()
     manager = spilling(LayerOrderPolicy(), 64 * MIB, files=files)
     loss = training.forward(manager)
@@ -87,6 +88,11 @@ def test_a_block_that_is_dropped_while_it_is_read(spilling: Spilling, training: 
     files.hold = True
     manager.act(Fetch(key) for key in keys(manager))
     assert files.arrived.wait(10)
+    return manager, files, loss
+
+
+def test_a_block_that_is_dropped_while_it_is_read(spilling: Spilling, training: Training) -> None:
+    manager, files, loss = reading(spilling, training)
     del loss
     assert int(manager.stats()["host.used.current"]) > 0, "a file is being read into it"
     files.let_go()
@@ -94,13 +100,7 @@ def test_a_block_that_is_dropped_while_it_is_read(spilling: Spilling, training: 
 
 def test_closing_while_a_file_is_read(spilling: Spilling, training: Training) -> None:
     """Nobody looks any more whether the read has ended, and the slot that it goes to is free all the same."""
-    files = DeclaredFiles()
-    manager = spilling(LayerOrderPolicy(), 64 * MIB, files=files)
-    loss = training.forward(manager)
-    spill_all(manager)
-    files.hold = True
-    manager.act(Fetch(key) for key in keys(manager))
-    assert files.arrived.wait(10)
+    manager, files, loss = reading(spilling, training)
     files.let_go()
     manager.close()
     del loss
