@@ -76,8 +76,8 @@ def test_the_repeated_blocks_of_a_model_are_found(device: str, make_manager: Mak
     by_hand, found = make_manager(), make_manager()
     for manager, layers in ((by_hand, model.body["blocks"]), (found, model)):
         assert_same(lambda: model(x), manager.offload_context(layers, min_bytes=1), model, x)
-    moved = int(found.stats()["offloaded.bytes.total"])
-    assert moved == by_hand.stats()["offloaded.bytes.total"] > 0
+    moved = [int(manager.stats()["offloaded.bytes.total"]) for manager in (by_hand, found)]
+    assert moved[1] == moved[0] + 3 * 2 * x.nbytes  # of the stem, in each of three rounds
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -96,11 +96,11 @@ def test_a_sequential_of_layers(device: str, make_manager: MakeManager, wrapped:
     "model",
     [
         nn.Linear(4, 4),
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        nn.ModuleDict({"one": nn.Linear(4, 4), "another": nn.Linear(4, 4)}),
         nn.Sequential(nn.ReLU(), nn.ReLU()),
         nn.ModuleDict({"one": nn.ModuleList([nn.Linear(4, 4)])}),
     ],
-    ids=["layer", "different layers", "without weights", "one alone"],
+    ids=["layer", "layers in no order", "without weights", "one alone"],
 )
 def test_a_model_without_repeated_blocks_is_told_how_to_name_them(
     make_manager: MakeManager, model: nn.Module

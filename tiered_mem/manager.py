@@ -13,12 +13,14 @@ from types import TracebackType
 import torch
 
 from .activations.activations import Activations, advice
+from .activations.attachment import Attachment, is_attached
 from .activations.block_copies import BlockCopies
 from .activations.block_store import BlockStore
 from .activations.host_room import HostRoom
 from .activations.layer_context import LayerContext, LayerSequence
+from .activations.model_layers import repeated_blocks
 from .activations.movable import Movable, Stayed
-from .activations.offload_context import OffloadContext, repeated_blocks
+from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
 from .allocators.base import HostPool
 from .device import Device
@@ -143,18 +145,43 @@ class TieringManager:
         """A context for the forward: `with manager.offload_context(model.layers): loss = model(batch)`.
 
         layers: the modules whose activations the policy may move. What other modules save stays on the device,
-            except for a layer's inputs. Of a whole model its repeated blocks are taken.
+            except for a layer's inputs. Of a whole model its repeated blocks are taken, and what is saved before
+            one of them begins is moved with it; a line of the log says which blocks.
         min_bytes: smaller tensors stay on the device.
 
         Raises ValueError where the policy does not suit that many layers, a model's layers cannot be found, or the
         disk tier is too small for any block.
         """
         if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
-            modules = repeated_blocks(layers)
-        else:
-            modules = list(layers)
+            return self._context_of_model(layers, layers=repeated_blocks(layers), min_bytes=min_bytes)
+        modules = list(layers)
         self._policy.check(len(modules))
-        return OffloadContext(self.activations, modules, self.movable(modules, min_bytes=min_bytes))
+        movable = self.movable(modules, min_bytes=min_bytes)
+        return OffloadContext(self.activations, modules, movable, whole=False)
+
+    def attach(self, model: torch.nn.Module, *, min_bytes: int | str = 1 << 20) -> Attachment:
+        """From now on each forward of the model that trains runs in an offload context of its own.
+
+        That is each call of the model in training mode with gradients on, by any thread. Its repeated blocks are
+        taken as by `offload_context(model)`. Attach the model before others wrap or compile it. After `close` its
+        forwards run as if it were not attached.
+
+        Returns a handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
+        Raises ValueError as `offload_context` does, and for a model that is attached already.
+        """
+        if is_attached(model):
+            raise ValueError(f"this {type(model).__name__} is attached already: remove() that attachment first")
+        layers = repeated_blocks(model)
+        return Attachment(model, partial(self._context_of_model, layers=layers, min_bytes=min_bytes))
+
+    def _context_of_model(
+        self, model: torch.nn.Module, *, layers: list[torch.nn.Module], min_bytes: int | str
+    ) -> OffloadContext:
+        self._policy.check(len(layers))
+        inside = {module for layer in layers for module in layer.modules()}
+        others = [module for module in model.modules() if module not in inside]
+        movable = self.movable(layers, others=others, min_bytes=min_bytes)
+        return OffloadContext(self.activations, layers, movable, whole=True)
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str = 1 << 20, variable_depth: bool = True
@@ -253,7 +280,12 @@ class TieringManager:
             )
 
     def movable(
-        self, layers: Sequence[torch.nn.Module] = (), *, min_bytes: int | str = 1, min_elements: int = 1
+        self,
+        layers: Sequence[torch.nn.Module] = (),
+        *,
+        others: Sequence[torch.nn.Module] = (),
+        min_bytes: int | str = 1,
+        min_elements: int = 1,
     ) -> Movable:
         """What judges saved tensors for one context. Raises ValueError where no block would fit the disk tier."""
         nbytes = parse_bytes(min_bytes)
@@ -263,7 +295,7 @@ class TieringManager:
                 f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
             )
         stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy))
-        return Movable(self.device, layers, stayed, min_bytes=nbytes, min_elements=min_elements)
+        return Movable(self.device, layers, stayed, others=others, min_bytes=nbytes, min_elements=min_elements)
 
     @uninterrupted
     def stats(self) -> Stats:

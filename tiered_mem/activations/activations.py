@@ -64,7 +64,7 @@ class Activations:
         self._before = before
         self._after = after
         self._graphs = itertools.count()
-        self._closed = False
+        self.closed = False
         # For a saved tensor that dies: its block is put there, and then that is called, from anywhere.
         self.dropped, self.free_dropped = turn.dropped, turn.free_dropped
 
@@ -158,12 +158,12 @@ class Activations:
 
     def check_open(self) -> None:
         """Raises Closed after `close`."""
-        if self._closed:
+        if self.closed:
             raise Closed("the manager is closed: make a new one")
 
     def close(self) -> None:
         """No forward may begin any more."""
-        self._closed = True
+        self.closed = True
 
     def poll(self) -> None:
         """To be called in turn: goes on with what was waiting for something to happen."""

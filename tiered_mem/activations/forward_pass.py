@@ -30,10 +30,15 @@ class ForwardPass:
     the graph lives; what is handed out here is self-contained, so that graphs may be in flight together.
 
     num_layers: how many layers the forward is expected to have, for the policy.
+    claims_strays: what is saved outside of all layers is that of the next layer to begin, and not only where it is
+        one of its inputs.
     """
 
-    def __init__(self, activations: Activations, movable: Movable, num_layers: int) -> None:
+    def __init__(
+        self, activations: Activations, movable: Movable, num_layers: int, *, claims_strays: bool = False
+    ) -> None:
         self._activations = activations
+        self._claims_strays = claims_strays
         self._movable = movable
         self._weights = movable.weights()
         self._min_bytes = movable.min_bytes
@@ -151,7 +156,8 @@ class ForwardPass:
         return stray
 
     def _claim_strays(self, layer: int) -> None:
-        for storage in self._inputs.keys() & self._strays.keys():
+        claimed = list(self._strays) if self._claims_strays else self._inputs.keys() & self._strays.keys()
+        for storage in claimed:
             for reference in self._strays.pop(storage):
                 stray = reference()
                 block = None if stray is None else stray.move(self._activations, self.graph, layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch.autograd.graph import Node
@@ -27,6 +28,7 @@ class Movable:
     A tensor stays if it is small, lives on another device, is marked to stay, belongs to a weight or a buffer of
     the layers, or is more than its bytes: sparse, nested, quantized by torch itself, conjugate or negative.
 
+    others: modules whose weights and buffers, but not those of the modules inside them, stay too.
     min_bytes, min_elements: what is smaller than either stays.
     stayed: counts what does.
     """
@@ -37,12 +39,15 @@ class Movable:
         layers: Sequence[torch.nn.Module],
         stayed: Stayed,
         *,
+        others: Sequence[torch.nn.Module] = (),
         min_bytes: int = 1,
         min_elements: int = 1,
     ) -> None:
         self.stayed = stayed
         self._torch_device = device.torch_device
-        self._layers = [list(layer.modules()) for layer in layers]
+        # Not the modules themselves: a model whose forward keeps this would be kept by it.
+        self._places = [[_places_of(module) for module in layer.modules()] for layer in layers]
+        self._places += [[_places_of(module)] for module in others]
         self.min_bytes = min_bytes
         self._min_elements = min_elements
         self._known: tuple[object, ...] | None = None
@@ -52,13 +57,13 @@ class Movable:
         """The storages of the layers' weights and buffers."""
         # To look at every weight in each forward would cost more than all else there: whoever replaces weights
         # replaces the first of a layer.
-        known = tuple(_identity(next(_weights_of(modules), None)) for modules in self._layers)
+        known = tuple(_identity(next(_weights_in(places), None)) for places in self._places)
         if known != self._known:
             self._known = known
             self._weights = frozenset(
                 part.untyped_storage()._cdata
-                for modules in self._layers
-                for tensor in _weights_of(modules)
+                for places in self._places
+                for tensor in _weights_in(places)
                 for part in plain_tensors(tensor)
                 if has_storage(part)
             )
@@ -214,9 +219,17 @@ def has_storage(tensor: torch.Tensor) -> bool:
 _is_functorch_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def _weights_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    for module in modules:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+# Where a module has its own parameters, and its buffers.
+_Places = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
+
+
+def _places_of(module: torch.nn.Module) -> _Places:
+    return cast(_Places, (module._parameters, module._buffers))
+
+
+def _weights_in(places: Iterable[_Places]) -> Iterator[torch.Tensor]:
+    for parameters, buffers in places:
+        for tensor in (*parameters.values(), *buffers.values()):
             if tensor is not None:
                 yield tensor
 

@@ -1,10 +1,10 @@
-"""The offload context: wraps a forward whose layers are known as modules, and finds the layers of a model."""
+"""The offload context: wraps a forward whose layers are known as modules."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
 from types import TracebackType
@@ -28,20 +28,31 @@ class OffloadContext(contextlib.ContextDecorator):
     their graphs may be in flight together and run their backward in any order. Also a decorator for a function that
     runs the forward. Only the thread that enters it is concerned: others may run the same layers meanwhile. Made by
     TieringManager.offload_context().
+
+    whole: the layers are those of the model that is run. What is saved before one of them is that one's own too.
     """
 
-    def __init__(self, activations: Activations, layers: Sequence[torch.nn.Module], movable: Movable) -> None:
+    def __init__(
+        self, activations: Activations, layers: Sequence[torch.nn.Module], movable: Movable, *, whole: bool
+    ) -> None:
         self._activations = activations
         self._layers = layers
         self._movable = movable
+        self._whole = whole
         self._expected = len(layers)
         self._entered: _Entered | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether it can be entered: no forward runs in it, and its manager is open."""
+        return self._entered is None and not self._activations.closed
 
     @uninterrupted
     def __enter__(self) -> OffloadContext:
         if self._entered is not None:
             raise RuntimeError("this offload context is entered already; make a second one to nest forwards")
-        self._entered = _Entered(ForwardPass(self._activations, self._movable, self._expected), self._layers)
+        forward = ForwardPass(self._activations, self._movable, self._expected, claims_strays=self._whole)
+        self._entered = _Entered(forward, self._layers)
         return self
 
     @uninterrupted
@@ -126,33 +137,3 @@ def _reduced(layer: torch.nn.Module, protocol: Any) -> Any:
     for name in {*_HOOKS, *_FLAGS} & state.keys():
         state[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
     return (*reduced[:2], state, *reduced[3:])
-
-
-def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's layers: the modules of one of its ModuleLists, or of a Sequential whose modules have one type.
-
-    Of several the one with the most parameters counts; lists inside a layer do not. Raises ValueError where none
-    has two modules or more.
-    """
-    runs = list(_runs(model))
-    if not runs:
-        raise ValueError(
-            f"the layers of {type(model).__name__} are unknown: it has no ModuleList, nor a Sequential of modules "
-            "of one type, with two modules or more. Name them, as in offload_context(model.layers)"
-        )
-    return max(runs, key=_parameters)
-
-
-def _runs(module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
-    children = list(module.children())
-    alike = len({type(child) for child in children}) == 1
-    listed = isinstance(module, torch.nn.ModuleList) or (isinstance(module, torch.nn.Sequential) and alike)
-    if listed and len(children) > 1 and _parameters(children) > 0:
-        yield children
-        return
-    for child in children:
-        yield from _runs(child)
-
-
-def _parameters(blocks: list[torch.nn.Module]) -> int:
-    return sum(parameter.numel() for block in blocks for parameter in block.parameters())

@@ -1,0 +1,92 @@
+"""Finds the layers of a model by its structure."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from torch.nn import Module, ModuleList, Sequential
+
+_log = logging.getLogger("tiered_mem.activations")
+
+
+class Run(NamedTuple):
+    """Modules that run one after the other, and the name of what holds them: "encoder.layers"; "" is the model."""
+
+    name: str
+    layers: list[Module]
+
+    def __str__(self) -> str:
+        kinds = Counter(type(layer).__name__ for layer in self.layers)
+        counts = " and ".join(f"{count} {kind}" for kind, count in kinds.items())
+        return f"{counts} of {self.name}" if self.name else counts
+
+
+def repeated_blocks(model: Module) -> list[Module]:
+    """The model's layers: the modules of all its runs of repeated blocks. A line of the log says which.
+
+    A run is a ModuleList, or a Sequential of modules of one type, in which two or more have weights and modules of
+    their own. Lists inside a layer are its own affair; a layer that is itself such a list stands for what is in it.
+    A model has several runs where it has an encoder and a decoder, towers, or stages.
+
+    Where there is none, a run may also be of modules such as Linear, or a ModuleList of one block, which the model
+    may call repeatedly. Where that finds none either, the modules of a Sequential may be of different types.
+
+    Raises ValueError where nothing is found.
+    """
+    for suits in (_is_run_of_blocks, _is_run, _is_sequence):
+        runs = list(_runs("", model, suits))
+        if runs:
+            _log.info("the layers of %s are %s", type(model).__name__, ", ".join(map(str, runs)))
+            return list(dict.fromkeys(chain.from_iterable(run.layers for run in runs)))
+    raise ValueError(
+        f"the layers of {type(model).__name__} are unknown: it has no ModuleList or Sequential of modules with "
+        "weights. Name them, as in offload_context(model.layers)"
+    )
+
+
+def _runs(name: str, module: Module, suits: Callable[[Module, list[Module]], bool]) -> Iterator[Run]:
+    layers = list(module.children())
+    if _has_weights(module) and suits(module, layers):
+        inside = [list(_runs("", layer, suits)) if _is_list(layer) else [] for layer in layers]
+        layer_by_layer = [
+            list(chain.from_iterable(run.layers for run in runs)) or [layer]
+            for layer, runs in zip(layers, inside, strict=True)
+        ]
+        yield Run(name, list(chain.from_iterable(layer_by_layer)))
+        return
+    for child_name, child in module.named_children():
+        yield from _runs(f"{name}.{child_name}" if name else child_name, child, suits)
+
+
+def _is_run_of_blocks(module: Module, layers: list[Module]) -> bool:
+    return _is_uniform(module, layers) and sum(map(_is_block, layers)) > 1
+
+
+def _is_run(module: Module, layers: list[Module]) -> bool:
+    return _is_uniform(module, layers) and (len(layers) > 1 or any(map(_is_block, layers)))
+
+
+def _is_sequence(module: Module, layers: list[Module]) -> bool:
+    return isinstance(module, Sequential) and len(layers) > 1
+
+
+def _is_uniform(module: Module, layers: list[Module]) -> bool:
+    if isinstance(module, Sequential):
+        return len(layers) > 1 and len(set(map(type, layers))) == 1
+    return isinstance(module, ModuleList)
+
+
+def _is_list(module: Module) -> bool:
+    return isinstance(module, ModuleList | Sequential)
+
+
+def _is_block(module: Module) -> bool:
+    return _has_weights(module) and next(module.children(), None) is not None
+
+
+def _has_weights(module: Module) -> bool:
+    return next(module.parameters(), None) is not None
