@@ -51,7 +51,7 @@ def trace_of(batch: int, lengths: Sequence[int]) -> str:
     memory = PageableMemory()
     pool = SlabPool(memory)
     recorded = RecordedPool(pool, trace)
-    policy = LayerOrderPolicy(num_layers=OFFLOADED)
+    policy = LayerOrderPolicy(offload=OFFLOADED)
     with TieringManager(policy=policy, device=kind, host_pool=recorded) as manager:
         offload = manager.offload_context(model.layers)
         for step, (length, (tokens, targets)) in enumerate(zip(lengths, data, strict=False)):

@@ -33,7 +33,7 @@ def main() -> int:
 
     def tiered(run: Run) -> None:
         model = training.model()
-        policy = LayerOrderPolicy(num_layers=options.offload)
+        policy = LayerOrderPolicy(offload=options.offload)
         with TieringManager(policy=policy, device=kind, host_bytes=options.host_bytes) as manager:
             offload = manager.offload_context(model.layers)
             training.steps(run, model, training.optimizer(model), offload=offload)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..arguments import whole_number
 from .base import Action, Offload, Release, Reload
 from .by_layer import Graph, LayerPolicy
 
 
 class LayerOrderPolicy(LayerPolicy["_Plan"]):
-    """Offloads the activations of the first `num_layers` layers; None means all of the model's.
+    """Offloads the activations of the first `offload` layers; None means all of the model's.
 
     With k of N layers offloaded the device holds the activations of N - k layers, in forward and in backward, as
     in Transformer Engine's default schedule: layer i is released when layer N - k + i begins its forward, and
@@ -19,32 +21,41 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
     run, backward counts these too, and where fewer do, what has not been released is when the forward ends.
 
     in_flight: layers that the device may hold beyond that while their copies are under way. With k = N or N - 1
-        there is otherwise no time in which a copy could overlap compute; 1 is enough to hide it.
+        there is otherwise no time in which a copy could overlap compute; 1 is enough to hide it. None is 1 there,
+        and 0 for fewer layers.
+    num_layers: the former name of `offload`, with a DeprecationWarning.
 
     Under host pressure the lowest layers go to disk first, and those of the newest graph before those of others.
     What is on disk is fetched one layer before its reload.
 
-    Raises ValueError for a number below 0.
+    Raises TypeError for what is no int, and ValueError for a number below 0.
     """
 
-    def __init__(self, num_layers: int | None = None, *, in_flight: int = 0) -> None:
-        if num_layers is not None and num_layers < 0:
-            raise ValueError(f"num_layers must be 0 or more, not {num_layers}")
-        if in_flight < 0:
-            raise ValueError(f"in_flight must be 0 or more, not {in_flight}")
+    def __init__(
+        self, offload: int | None = None, *, in_flight: int | None = None, num_layers: int | None = None
+    ) -> None:
+        if num_layers is not None:
+            warnings.warn("LayerOrderPolicy(num_layers=) is now offload=", DeprecationWarning, stacklevel=2)
+            if offload is not None:
+                raise TypeError("num_layers is the former name of offload: give one of them")
+            offload = num_layers
+        if offload is not None:
+            whole_number("offload", offload, at_least=0)
+        if in_flight is not None:
+            whole_number("in_flight", in_flight, at_least=0)
         super().__init__()
-        self._num_layers = num_layers
+        self._offload_layers = offload
         self._in_flight = in_flight
 
     def check(self, num_layers: int) -> None:
-        if self._num_layers is not None and self._num_layers > num_layers:
+        if self._offload_layers is not None and self._offload_layers > num_layers:
             raise ValueError(
-                f"LayerOrderPolicy(num_layers={self._num_layers}) offloads more layers than the model has "
+                f"LayerOrderPolicy(offload={self._offload_layers}) offloads more layers than the model has "
                 f"({num_layers}); use at most {num_layers}"
             )
 
     def _graph(self, number: int, num_layers: int) -> _Plan:
-        return _Plan(number, num_layers, self._num_layers, self._in_flight)
+        return _Plan(number, num_layers, self._offload_layers, self._in_flight)
 
     def _begin(self, graph: _Plan, layer: int, backward: bool) -> list[Action]:
         if backward:
@@ -71,11 +82,14 @@ class _Plan(Graph):
 
     num_layers: int
     wanted: int | None
-    in_flight: int
+    wanted_in_flight: int | None
+    in_flight: int = field(init=False)
     gap: int = field(init=False)
     reached: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        no_time = self.offloaded >= self.num_layers - 1
+        self.in_flight = int(no_time) if self.wanted_in_flight is None else self.wanted_in_flight
         self.gap = max(1, self.num_layers - self.offloaded) + self.in_flight
 
     @property

@@ -38,6 +38,8 @@ class SynchronizationDictPolicy(LayerPolicy["_Progress"]):
         self, schedule: Mapping[int, tuple[bool, int, bool, int]], *, order: Sequence[str] | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(schedule, Mapping):
+            raise TypeError(f"schedule must be a mapping from layers to entries, not {schedule!r}")
         self._stays = {layer: _stay(layer, entry) for layer, entry in schedule.items()}
         moments = None if order is None else _parse_order(order)
         self._ordered_layers = None if moments is None else len(moments) // 2

@@ -29,7 +29,7 @@ PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.
 DEPENDENCIES = {"torch", "numpy", "psutil"}
 OPTIONAL = {"xxhash"}
 # What a leaf may import of the rest: sizes are read and written as text in one way.
-BELOW_LEAF = {"policies": {"..sizes"}, "allocators": {"..sizes"}}
+BELOW_LEAF = {"policies": {"..arguments", "..sizes"}, "allocators": {"..sizes"}}
 # Of the command line alone.
 FOR_PEOPLE = {"rich"}
 # What tiered_mem/spill/ may import of the rest: it knows addresses and files, and nothing of torch.
@@ -37,7 +37,7 @@ BELOW_SPILL = {"allocators", "errors", "sizes"}
 
 # tiered_mem/ from the bottom up: each file or package may import those of the rows above its own, and the leaves.
 ORDER = [
-    ["sizes", "interrupts", "stats", "wrappers"],
+    ["arguments", "sizes", "interrupts", "stats", "wrappers"],
     ["errors", "host_budget"],
     ["spill", "turn"],
     ["device"],

@@ -57,8 +57,8 @@ def test_a_size_that_is_none(device: str) -> None:
 def test_more_layers_than_the_model_has(device: str) -> None:
     model, _ = stack(3, device)
     with (
-        TieringManager(policy=LayerOrderPolicy(num_layers=4), device=device, host_bytes=SMALL) as manager,
-        pytest.raises(ValueError, match=r"num_layers=4\) offloads more layers than the model has \(3\)"),
+        TieringManager(policy=LayerOrderPolicy(offload=4), device=device, host_bytes=SMALL) as manager,
+        pytest.raises(ValueError, match=r"offload=4\) offloads more layers than the model has \(3\)"),
     ):
         manager.offload_context(model.layers)
 

@@ -23,6 +23,7 @@ from .activations.movable import Movable, Stayed
 from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
 from .allocators.base import HostPool
+from .arguments import instance, whole_number, with_methods, yes_or_no
 from .device import Device
 from .errors import DeviceFailed
 from .host_budget import HostBytes
@@ -48,7 +49,7 @@ class TieringManager:
     """Moves blocks between the device and host memory while a model trains.
 
     policy: a Policy, or the name of one ("layer-order", "lru").
-    device: "npu", "cuda" or "cpu", with or without an index.
+    device: "npu", "cuda" or "cpu", with or without an index; None is the accelerator that there is.
     host_bytes: the most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for that
         share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits,
         divided by LOCAL_WORLD_SIZE, the number of processes on the machine. "auto", or None, is half of it.
@@ -87,7 +88,7 @@ class TieringManager:
         self,
         *,
         policy: Policy | str,
-        device: str | torch.device = "npu",
+        device: str | torch.device | None = None,
         host_bytes: HostBytes = None,
         pin: bool | str = True,
         preallocate: bool | None = None,
@@ -106,6 +107,10 @@ class TieringManager:
             self._interrupts.watch()
             undo.callback(self._interrupts.close)
             self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
+            with_methods("policy", self._policy, ("check", "decide"))
+            yes_or_no("trace", trace)
+            if transfer_stream is not None:
+                instance("transfer_stream", transfer_stream, torch.Stream)
             self.device = Device(device)
             self._disk = disk_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
             if self._disk is not None and disk is None:
@@ -154,7 +159,7 @@ class TieringManager:
         """
         if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
             return self._context_of_model(layers, layers=repeated_blocks(layers), min_bytes=min_bytes)
-        modules = list(layers)
+        modules = [instance("layers", layer, torch.nn.Module) for layer in layers]
         self._policy.check(len(modules))
         movable = self.movable(modules, min_bytes=min_bytes)
         return OffloadContext(self.activations, modules, movable, whole=False)
@@ -169,6 +174,7 @@ class TieringManager:
         Returns a handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
         Raises ValueError as `offload_context` does, and for a model that is attached already.
         """
+        instance("model", model, torch.nn.Module)
         if is_attached(model):
             raise ValueError(f"this {type(model).__name__} is attached already: remove() that attachment first")
         layers = repeated_blocks(model)
@@ -195,6 +201,8 @@ class TieringManager:
 
         Raises ValueError where the policy does not suit that many layers.
         """
+        whole_number("num_layers", num_layers, at_least=1)
+        yes_or_no("variable_depth", variable_depth)
         self._policy.check(num_layers)
         movable = self.movable(min_bytes=min_bytes)
         return LayerContext(LayerSequence(self.activations, movable, num_layers, variable_depth=variable_depth))
@@ -225,6 +233,8 @@ class TieringManager:
         before then.
         """
         self.activations.check_open()
+        if separable is not None:
+            yes_or_no("separable", separable)
         return self._optimizers.register(
             optimizer,
             bucket_bytes=parse_bytes(bucket_bytes),

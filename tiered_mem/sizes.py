@@ -13,7 +13,12 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes, from an int or a string such as "64GiB". Raises ValueError below 1 and for other text."""
+    """A number of bytes, from an int or a string such as "64GiB".
+
+    Raises ValueError below 1, for a fraction of a byte, and for all else.
+    """
+    if isinstance(size, float) and not size.is_integer():
+        raise ValueError(f"a size is a whole number of bytes, not {size}")
     match = re.fullmatch(r"\s*(-?\d*\.?\d+)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2] not in _UNITS:
         raise ValueError(f'{size!r} is not a size; write an int of bytes or a string such as "64GiB"')

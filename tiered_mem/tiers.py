@@ -18,6 +18,7 @@ from .allocators.cuda import CudaPinnedMemory, CudaRegistrar
 from .allocators.pages import LockedMemory, PageableMemory, node_of_pci
 from .allocators.registered import RegisteredMemory
 from .allocators.slab import SlabPool
+from .arguments import instance, whole_number, with_methods, yes_or_no
 from .device import Device
 from .errors import PinningFailed
 from .host_budget import HostBytes, host_budget, host_limit, local_processes, memlock_limit
@@ -62,9 +63,9 @@ def host_tier(
     steps_in_flight: int,
 ) -> HostTier:
     """Arguments and errors are those of TieringManager."""
-    if not isinstance(steps_in_flight, int) or steps_in_flight < 1:
-        raise ValueError(f"steps_in_flight is {steps_in_flight!r}; it has to be 1 or more")
+    whole_number("steps_in_flight", steps_in_flight, at_least=1)
     if host_pool is not None:
+        with_methods("host_pool", host_pool, ("allocate", "deallocate", "slab", "trim", "stats"))
         if (host_bytes, pin, preallocate) != (None, True, None):
             raise ValueError("host_pool comes in place of host_bytes, pin and preallocate: give either it or these")
         return HostTier(host_pool, device, steps_in_flight=steps_in_flight, owned=False)
@@ -74,6 +75,7 @@ def host_tier(
     capacity = host_budget(host_bytes, limits=[each for each in limits if each], processes=local_processes())
     if preallocate is None:
         preallocate = host_bytes not in (None, "auto")
+    yes_or_no("preallocate", preallocate)
     _, pool = chosen_pool(device, capacity, pin, preallocate=preallocate)
     return HostTier(pool, device, steps_in_flight=steps_in_flight)
 
@@ -90,7 +92,7 @@ def disk_tier(
     if disk is not None:
         if described:
             raise ValueError("disk comes in place of the arguments that begin with spill: give either it or these")
-        return disk
+        return instance("disk", disk, DiskTier)
     if spill_dir is None:
         if described:
             raise ValueError("what begins with spill describes a disk tier, which needs a spill_dir as well")

@@ -36,8 +36,8 @@ FOLDER = Path(__file__).parent
 # device the time at which a copy ends decides when a block may be written.
 POLICIES: dict[str, tuple[Callable[[], Policy], int | None]] = {
     "layer_order": (lambda: LayerOrderPolicy(2), None),
-    "layer_order_all": (lambda: LayerOrderPolicy(in_flight=1), None),
-    "layer_order_disk": (lambda: LayerOrderPolicy(4), 3 * MIB),
+    "layer_order_all": (lambda: LayerOrderPolicy(), None),
+    "layer_order_disk": (lambda: LayerOrderPolicy(4, in_flight=0), 3 * MIB),
     "lru": (lambda: LRUPolicy(device_bytes=2 * MIB), None),
     "lru_disk": (lambda: LRUPolicy(device_bytes=1 * MIB, read_ahead=MIB), 2 * MIB),
     "synchronization_dict": (

@@ -72,12 +72,12 @@ def schedule(policy: Policy, num_layers: int) -> tuple[Schedule, Schedule]:
 def test_the_schedule_is_transformer_engines(
     num_layers: int, k: int, released: Schedule, reloaded: Schedule
 ) -> None:
-    assert schedule(LayerOrderPolicy(k), num_layers) == (released, reloaded)
+    assert schedule(LayerOrderPolicy(k, in_flight=0), num_layers) == (released, reloaded)
 
 
 @pytest.mark.parametrize("k", [4, None])
 def test_with_all_layers_offloaded_the_last_is_released_at_the_end(k: int | None) -> None:
-    released, reloaded = schedule(LayerOrderPolicy(k), 4)
+    released, reloaded = schedule(LayerOrderPolicy(k, in_flight=0), 4)
     assert released == {1: [0], 2: [1], 3: [2], "end": [3]}
     assert reloaded == {3: [3], 2: [2], 1: [1], 0: [0]}
 
@@ -148,7 +148,7 @@ def test_resident_layers_are_bounded(data: st.DataObject) -> None:
 
 
 def test_a_layer_is_offloaded_when_it_ends_in_the_order_of_its_saves() -> None:
-    policy = LayerOrderPolicy(1)
+    policy = LayerOrderPolicy(1, in_flight=0)
     policy.decide(ForwardBegin(GRAPH, 2))
     assert tell(policy, layer_forward(GRAPH, 0, 7, 3, 5)[:-1]) == []
     assert tell(policy, [LayerEnd(GRAPH, 0)]) == [Offload(7), Offload(3), Offload(5)]
@@ -212,7 +212,7 @@ def test_graphs_that_share_no_block_do_not_disturb_each_other(data: st.DataObjec
 
 
 def test_a_block_saved_by_two_graphs_is_the_later_ones() -> None:
-    policy = LayerOrderPolicy(1)
+    policy = LayerOrderPolicy(1, in_flight=0)
     tell(policy, [ForwardBegin(0, 2), *layer_forward(0, 0, 5, 99), ForwardEnd(0)])
     policy.decide(ForwardBegin(1, 2))
     assert tell(policy, layer_forward(1, 0, 6, 99)) == [Offload(6), Offload(99)]
@@ -245,15 +245,21 @@ def test_it_keeps_the_contract(k: int | None, in_flight: int, min_layers: int) -
     check_policy(lambda: LayerOrderPolicy(k, in_flight=in_flight), min_layers=min_layers)
 
 
+@pytest.mark.parametrize("k", [None, *range(6)])
+def test_where_no_layer_would_overlap_a_copy_one_more_is_kept(k: int | None) -> None:
+    kept = 1 if k in (None, 4, 5) else 0
+    assert schedule(LayerOrderPolicy(k), 5) == schedule(LayerOrderPolicy(k, in_flight=kept), 5)
+
+
 def test_bad_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^num_layers must be 0 or more, not -1$"):
+    with pytest.raises(ValueError, match=r"^offload must be 0 or more, not -1$"):
         LayerOrderPolicy(-1)
     with pytest.raises(ValueError, match=r"^in_flight must be 0 or more, not -2$"):
         LayerOrderPolicy(1, in_flight=-2)
 
 
 def test_more_layers_than_the_model_has_are_refused() -> None:
-    message = r"^LayerOrderPolicy\(num_layers=5\) offloads more layers than the model has \(4\); use at most 4$"
+    message = r"^LayerOrderPolicy\(offload=5\) offloads more layers than the model has \(4\); use at most 4$"
     with pytest.raises(ValueError, match=message):
         LayerOrderPolicy(5).check(4)
     LayerOrderPolicy(4).check(4)

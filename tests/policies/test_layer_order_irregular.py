@@ -73,7 +73,7 @@ def test_a_block_saved_after_its_layers_end_leaves_at_the_next_event(later: Even
 
 @pytest.mark.parametrize("later", [LayerBegin(GRAPH, 1), ForwardEnd(GRAPH)])
 def test_a_block_saved_after_its_layers_end_is_offloaded_before_it_is_released(later: Event) -> None:
-    policy = LayerOrderPolicy(2)
+    policy = LayerOrderPolicy(2, in_flight=0)
     tell(policy, [ForwardBegin(GRAPH, 2), *layer_forward(GRAPH, 0, 10), saved(GRAPH, 0, 11)])
     assert tell(policy, [later]) == [Offload(11), Release(10), Release(11)]
 
@@ -94,14 +94,14 @@ def test_a_block_of_a_kept_layer_that_is_saved_after_its_end_stays() -> None:
 
 @pytest.mark.parametrize("told", [0, 1, 3])
 def test_with_all_layers_offloaded_those_beyond_the_told_number_are_too(told: int) -> None:
-    policy = LayerOrderPolicy()
+    policy = LayerOrderPolicy(in_flight=0)
     run = [ForwardBegin(GRAPH, told), *forward(GRAPH, 5)[1:]]
     assert [action for action in tell(policy, run) if isinstance(action, Offload)] == [*map(Offload, range(5))]
     assert [begin_backward(policy, GRAPH, i) for i in (4, 3, 2, 1, 0)] == [[Reload(i)] for i in (4, 3, 2, 1, 0)]
 
 
 def test_of_more_layers_than_told_only_the_first_are_offloaded_and_return_by_the_true_number() -> None:
-    policy = LayerOrderPolicy(2)
+    policy = LayerOrderPolicy(2, in_flight=0)
     tell(policy, [ForwardBegin(GRAPH, 3), *layer_forward(GRAPH, 0, 0)])
     released = [tell(policy, layer_forward(GRAPH, i, i)) for i in (1, 2, 3, 4)]
     assert released == [[Release(0), Offload(1)], [Release(1)], [], []]

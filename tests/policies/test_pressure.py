@@ -134,7 +134,7 @@ def test_what_is_on_disk_is_fetched_a_layer_before_its_reload() -> None:
 
 
 def test_with_all_layers_offloaded_the_layer_below_is_fetched() -> None:
-    policy = after_forward(LayerOrderPolicy(), 3)
+    policy = after_forward(LayerOrderPolicy(in_flight=0), 3)
     spilled(policy, 100)
     assert [begin_backward(policy, GRAPH, i) for i in (2, 1, 0)] == [
         [Reload(2), Fetch(1)],

@@ -1,0 +1,153 @@
+"""What users pass by mistake is refused where they pass it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tiered_mem import DeviceUnavailable, TieringManager
+from tiered_mem.policies import LayerOrderPolicy, LRUPolicy, SynchronizationDictPolicy
+
+GARBAGE: dict[str, Any] = {
+    "None": None,
+    "a class": nn.Linear,
+    "an object": object(),
+    "NaN": math.nan,
+    "infinity": math.inf,
+    "a fraction": 1.5,
+    "below zero": -1,
+    "text": "x y",
+    "bytes": b"1",
+    "a list": [1],
+    "True": True,
+}
+MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def manager(**arguments: Any) -> TieringManager:
+    return TieringManager(**{"policy": LayerOrderPolicy(), "device": "cpu", "host_bytes": "8MiB"} | arguments)
+
+
+def of_manager(name: str) -> Callable[[Any, Path], Any]:
+    def make(value: Any, folder: Path) -> None:
+        beside: dict[str, Any] = {"host_bytes": None} if name == "host_pool" else {}
+        if name.startswith("spill") and name != "spill_dir":
+            beside["spill_dir"] = folder
+        manager(**beside | {name: value}).close()
+
+    return make
+
+
+def of_method(method: str, name: str, **right: Any) -> Callable[[Any, Path], Any]:
+    def call(value: Any, folder: Path) -> None:
+        with manager() as made:
+            getattr(made, method)(**right | {name: value})
+
+    return call
+
+
+def of_register(name: str) -> Callable[[Any, Path], Any]:
+    def call(value: Any, folder: Path) -> None:
+        optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
+        with manager() as made:
+            made.register_optimizer(**{"optimizer": optimizer} | {name: value})
+
+    return call
+
+
+def of_policy(policy: type, name: str, **right: Any) -> Callable[[Any, Path], Any]:
+    return lambda value, folder: policy(**right | {name: value})
+
+
+# What each argument takes of the above.
+TAKES: dict[str, tuple[Callable[[Any, Path], Any], set[str]]] = {
+    "policy": (of_manager("policy"), set()),
+    "device": (of_manager("device"), {"None"}),
+    "host_bytes": (of_manager("host_bytes"), {"None"}),
+    "pin": (of_manager("pin"), {"True"}),
+    "preallocate": (of_manager("preallocate"), {"None", "True"}),
+    "host_pool": (of_manager("host_pool"), {"None"}),
+    "spill_bytes": (of_manager("spill_bytes"), {"None"}),
+    "spill_write_budget": (of_manager("spill_write_budget"), {"None"}),
+    "spill_checksum": (of_manager("spill_checksum"), {"None"}),
+    "disk": (of_manager("disk"), {"None"}),
+    "transfer_stream": (of_manager("transfer_stream"), {"None"}),
+    "steps_in_flight": (of_manager("steps_in_flight"), set()),
+    "trace": (of_manager("trace"), {"True"}),
+    "attach model": (of_method("attach", "model"), set()),
+    "attach min_bytes": (of_method("attach", "min_bytes", model=MODEL), set()),
+    "offload_context layers": (of_method("offload_context", "layers"), set()),
+    "offload_context min_bytes": (of_method("offload_context", "min_bytes", layers=MODEL), set()),
+    "layer_context num_layers": (of_method("layer_context", "num_layers"), set()),
+    "layer_context min_bytes": (of_method("layer_context", "min_bytes", num_layers=2), set()),
+    "layer_context variable_depth": (of_method("layer_context", "variable_depth", num_layers=2), {"True"}),
+    "register_optimizer optimizer": (of_register("optimizer"), set()),
+    "register_optimizer bucket_bytes": (of_register("bucket_bytes"), set()),
+    "register_optimizer residency": (of_register("residency"), set()),
+    "register_optimizer separable": (of_register("separable"), {"None", "True"}),
+    "offload thing": (of_method("offload", "thing"), set()),
+    "LayerOrderPolicy offload": (of_policy(LayerOrderPolicy, "offload"), {"None"}),
+    "LayerOrderPolicy in_flight": (of_policy(LayerOrderPolicy, "in_flight"), {"None"}),
+    "LRUPolicy device_bytes": (of_policy(LRUPolicy, "device_bytes"), set()),
+    "LRUPolicy read_ahead": (of_policy(LRUPolicy, "read_ahead"), {"None"}),
+    "SynchronizationDictPolicy schedule": (of_policy(SynchronizationDictPolicy, "schedule"), set()),
+    "SynchronizationDictPolicy order": (
+        of_policy(SynchronizationDictPolicy, "order", schedule={0: (True, 1, False, 1)}),
+        {"None"},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def not_left_attached() -> Iterator[None]:
+    yield
+    assert "forward" not in vars(MODEL)
+
+
+@pytest.mark.parametrize("argument", TAKES)
+def test_garbage_is_refused_at_once(argument: str, tmp_path: Path) -> None:
+    make, taken = TAKES[argument]
+    for name, value in GARBAGE.items():
+        if name not in taken:
+            with pytest.raises((TypeError, ValueError)):
+                make(value, tmp_path)
+
+
+def test_the_device_is_the_accelerator_that_there_is(device: str) -> None:
+    if device == "cpu":
+        with pytest.raises(DeviceUnavailable, match="no accelerator on this machine; say device='cpu'"):
+            manager(device=None)
+    else:
+        with manager(device=None, pin=False) as made:
+            assert made.device.kind == device
+
+
+def test_the_message_says_what_is_wanted() -> None:
+    with pytest.raises(
+        TypeError, match=r"policy must be an object, and LRUPolicy is a class: call it, LRUPolicy\(...\)"
+    ):
+        manager(policy=LRUPolicy)
+    with pytest.raises(TypeError, match="offload must be an int, not the str '20'"):
+        LayerOrderPolicy("20")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="in_flight must be 0 or more, not -1"):
+        LayerOrderPolicy(in_flight=-1)
+    with pytest.raises(TypeError, match="layers must be a Module, not the int 3"):
+        manager().offload_context([3])  # type: ignore[list-item]
+
+
+def test_the_former_name_of_offload() -> None:
+    with pytest.warns(DeprecationWarning, match="is now offload="):
+        policy = LayerOrderPolicy(num_layers=2)
+    with pytest.raises(ValueError, match=r"LayerOrderPolicy\(offload=2\) offloads more layers than the model has"):
+        policy.check(1)
+    with (
+        pytest.warns(DeprecationWarning, match="is now offload="),
+        pytest.raises(TypeError, match="give one of them"),
+    ):
+        LayerOrderPolicy(2, num_layers=2)

@@ -1,0 +1,49 @@
+"""Checks of what users pass, with one wording for each kind of mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def whole_number(name: str, value: object, *, at_least: int) -> int:
+    """An int that is large enough. Raises TypeError for other types, bools too, and ValueError below."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {_shown(value)}")
+    if value < at_least:
+        raise ValueError(f"{name} must be {at_least} or more, not {value}")
+    return value
+
+
+def yes_or_no(name: str, value: object) -> bool:
+    """A bool. Raises TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {_shown(value)}")
+    return value
+
+
+def instance(name: str, value: object, kind: type[T]) -> T:
+    """An object of a class. Raises TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__qualname__}, not {_shown(value)}")
+    return value
+
+
+def with_methods(name: str, value: object, methods: Iterable[str]) -> None:
+    """Checks that an object, which is no class, has some methods. Raises TypeError."""
+    missing = [method for method in methods if not callable(getattr(value, method, None))]
+    if isinstance(value, type):
+        raise TypeError(
+            f"{name} must be an object, and {value.__name__} is a class: call it, {value.__name__}(...)"
+        )
+    if missing:
+        raise TypeError(f"{name} must have the methods {', '.join(methods)}; {_shown(value)} has no {missing[0]}")
+
+
+def _shown(value: object) -> str:
+    """The value where it is short, and its type."""
+    text = repr(value)
+    kind = type(value).__name__
+    return f"the {kind} {text}" if len(text) <= 40 else f"a {kind}"
