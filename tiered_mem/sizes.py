@@ -17,7 +17,7 @@ def parse_bytes(size: int | str) -> int:
 
     Raises ValueError below 1, for a fraction of a byte, and for all else.
     """
-    if isinstance(size, float) and not size.is_integer():
+    if isinstance(size, float) and size % 1:
         raise ValueError(f"a size is a whole number of bytes, not {size}")
     match = re.fullmatch(r"\s*(-?\d*\.?\d+)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2] not in _UNITS:
