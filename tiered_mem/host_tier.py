@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,9 +26,23 @@ class DeviceSlot:
     stream: Stream
 
 
+class Form(NamedTuple):
+    """The contiguous tensor that bytes are copied as, here and there. Who reads it needs no other view of them."""
+
+    nbytes: int
+    dtype: torch.dtype
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+def flat_form(nbytes: int, dtype: torch.dtype = torch.uint8) -> Form:
+    """The bytes as a 1-dimensional tensor."""
+    return Form(nbytes, dtype, (nbytes // dtype.itemsize,), (1,))
+
+
 @dataclass(slots=True, eq=False)
 class HostSlot:
-    """Host bytes as a 1-dimensional tensor over a part of a lease."""
+    """Host bytes as a contiguous tensor over a part of a lease."""
 
     tensor: torch.Tensor
     lease: Lease
@@ -81,8 +95,8 @@ class HostTier:
         self._leases: set[Lease] = set()
         self._slots = 0
 
-    def reserve(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
-        """A slot for each of a number of bytes, next to each other: memory that is free again when all are back.
+    def reserve(self, wanted: Sequence[Form]) -> list[HostSlot]:
+        """A slot for each of the forms, next to each other: memory that is free again when all are back.
 
         Raises TierFull.
         """
@@ -91,7 +105,7 @@ class HostTier:
         except OutOfHostMemory as error:
             raise self._full(error) from error
 
-    def find(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot] | None:
+    def find(self, wanted: Sequence[Form]) -> list[HostSlot] | None:
         """As `reserve`; None where there is no room now."""
         try:
             return self._allocate(wanted)
@@ -103,7 +117,7 @@ class HostTier:
         capacity = self._pool.stats().capacity
         return capacity is None or nbytes <= capacity
 
-    def overflow(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
+    def overflow(self, wanted: Sequence[Form]) -> list[HostSlot]:
         """Slots beyond the tier's limit, in memory that is not pinned: for bytes that are needed now."""
         nbytes = _room_for(wanted)
         with torch.inference_mode(False):
@@ -213,7 +227,7 @@ class HostTier:
         self._slots = 0
         self.close()
 
-    def _allocate(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
+    def _allocate(self, wanted: Sequence[Form]) -> list[HostSlot]:
         self.poll()
         region = self._pool.allocate(_room_for(wanted))
         return self._slots_in(region, self._slab_of(region), wanted)
@@ -223,18 +237,17 @@ class HostTier:
             self._slots -= 1
             self.free(slot.lease)
 
-    def _slots_in(self, region: Region, slab: _Slab, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
+    def _slots_in(self, region: Region, slab: _Slab, wanted: Sequence[Form]) -> list[HostSlot]:
         lease = Lease(region, slab, len(wanted))
         self._leases.add(lease)
         self._slots += len(wanted)
         slots = []
         start = region.ptr - slab.region.ptr
         last, elements = torch.uint8, slab.elements(torch.uint8)
-        for nbytes, dtype in wanted:
+        for nbytes, dtype, shape, stride in wanted:
             if dtype is not last:
                 last, elements = dtype, slab.elements(dtype)
-            first = start // dtype.itemsize
-            slots.append(HostSlot(elements[first : first + nbytes // dtype.itemsize], lease))
+            slots.append(HostSlot(elements.as_strided(shape, stride, start // dtype.itemsize), lease))
             start += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return slots
 
@@ -259,9 +272,9 @@ class HostTier:
         )
 
 
-def _room_for(wanted: Sequence[tuple[int, torch.dtype]]) -> int:
+def _room_for(wanted: Sequence[Form]) -> int:
     """The bytes of slots next to each other, each in whole units of the pool's."""
-    return sum([-(-size // ALIGNMENT) for size, _ in wanted]) * ALIGNMENT
+    return sum([-(-size // ALIGNMENT) for size, *_ in wanted]) * ALIGNMENT
 
 
 class _Slab:

@@ -10,7 +10,7 @@ import torch
 
 from ..device import Device
 from ..errors import Closed, TierFull, changed_tensor
-from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
+from ..host_tier import DeviceSlot, Form, HostSlot, HostTier, groups
 from ..policies import Release, Spill
 from ..stats import Counters
 from ..transfer import Ticket
@@ -65,7 +65,9 @@ class BlockStore:
             raise Closed("the manager was closed before this backward, and the activations with it")
         if not block.left:
             return block.versions[view.number][0]
-        tensor = view.of(block.tensor)
+        tensor = block.tensor
+        if view.shape != tensor.shape or view.stride != tensor.stride() or view.dtype is not tensor.dtype:
+            tensor = view.of(tensor)
         if block.ticket is not None and block.place is not Place.LEAVING:
             self._arrive(block, block.ticket, tensor)
         return tensor
@@ -146,12 +148,13 @@ class BlockStore:
         Raises torch.OutOfMemoryError where it has no room; what it had room for is on its way then.
         """
         moves: list[tuple[Block, HostSlot, DeviceSlot]] = []
-        stream = self._current_stream()
+        stream, device = self._current_stream(), self._device.torch_device
         try:
             with torch.inference_mode(False):  # backward needs tensors with a version, whoever asks for them
                 for block in blocks:
                     if block.place is Place.HOST and block.host is not None:
-                        tensor = self._device.empty(block.nbytes, block.dtype)
+                        _, dtype, shape, stride = block.form
+                        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
                         moves.append((block, block.host, DeviceSlot(tensor, stream)))
                     elif block.place is Place.LEAVING:
                         self._stay(block)
@@ -165,13 +168,13 @@ class BlockStore:
         if self._spiller is not None:
             self._spiller.fetch_wanted(anew=True)
 
-    def reserve(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
-        """Slots of the host tier, one for each number of bytes, for which room is made or waited for.
+    def reserve(self, wanted: Sequence[Form]) -> list[HostSlot]:
+        """Slots of the host tier, one for each form, for which room is made or waited for.
 
         Raises TierFull.
         """
         while (slots := self._host.find(wanted)) is None:
-            nbytes = sum(size for size, _ in wanted)
+            nbytes = sum(form.nbytes for form in wanted)
             if not self._host.can_hold(nbytes) or not self._make_room(nbytes):
                 return self._host.reserve(wanted)
         return slots
@@ -229,7 +232,7 @@ class BlockStore:
     def _give_slots(self, blocks: Sequence[Block]) -> None:
         """Finds host memory for blocks that leave. Small ones share a lease; who finds no room is left out."""
         try:
-            slots = self.reserve([(block.nbytes, block.dtype) for block in blocks])
+            slots = self.reserve([block.form for block in blocks])
         except TierFull as error:
             if len(blocks) == 1:
                 self._keep(blocks[0], error)
@@ -238,7 +241,7 @@ class BlockStore:
                     self._give_slots([block])
             return
         for block, slot in zip(blocks, slots, strict=True):
-            self._moves.append((block, DeviceSlot(block.flat(), block.stream), slot))
+            self._moves.append((block, DeviceSlot(block.contents(), block.stream), slot))
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
@@ -278,7 +281,7 @@ class BlockStore:
     def _bring_up(self, block: Block, spiller: Spiller) -> None:
         """Reads a block that is needed now: if there is no other way, into memory beyond the limit."""
         if block.move is None:
-            size = [(block.nbytes, block.dtype)]
+            size = [block.form]
             try:
                 slots = self.reserve(size)
             except TierFull:
