@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -90,8 +90,8 @@ class HostTier:
         self._device = device
         self._owned = owned
         self._slabs: dict[int, _Slab] = {}
-        # Each with the event that it is free at, and the step in which it was given back.
-        self._returning: deque[tuple[HostSlot, Event, int]] = deque()
+        # Slots by their lease: the event that they are free at, the step in which they were given back, and how many.
+        self._returning: deque[tuple[Lease, Event, int, int]] = deque()
         self._leases: set[Lease] = set()
         self._slots = 0
 
@@ -168,30 +168,25 @@ class HostTier:
     def release(self, slot: HostSlot, event: Event | None) -> None:
         """Gives a slot back; `event` is the end of the last copy that uses it, None if there is none."""
         if event is None:
-            self._free(slot)
+            self._free(slot.lease, 1)
         else:
-            self._returning.append((slot, event, self._step))
+            self._returning.append((slot.lease, event, self._step, 1))
 
     def release_all(self, slots: Iterable[HostSlot], event: Event) -> None:
         """Gives slots back that one copy was the last to use."""
-        self._returning.extend([(slot, event, self._step) for slot in slots])
+        for lease, slots_of in Counter([slot.lease for slot in slots]).items():
+            self._returning.append((lease, event, self._step, slots_of))
 
     def poll(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
         passed = None
         while self._returning:
-            slot, event, _ = self._returning[0]
+            lease, event, _, slots = self._returning[0]
             if event is not passed and not event.query():
                 return
             passed = event
             self._returning.popleft()
-            # As _free() does, without a call for each of the slots that share a lease.
-            lease = slot.lease
-            if lease in self._leases and lease.users > 1:
-                lease.users -= 1
-                self._slots -= 1
-            else:
-                self._free(slot)
+            self._free(lease, slots)
 
     @property
     def slots(self) -> int:
@@ -210,7 +205,7 @@ class HostTier:
         self.poll()
         if self._returning:
             raise DeviceFailed(
-                f"{len(self._returning)} copies of host memory were dropped, because work before them failed on "
+                f"{sum(slots for *_, slots in self._returning)} copies of host memory were dropped, because work before them failed on "
                 "the device. The error of that work says why; the process has to be started again"
             )
         self._slabs.clear()
@@ -232,10 +227,11 @@ class HostTier:
         region = self._pool.allocate(_room_for(wanted))
         return self._slots_in(region, self._slab_of(region), wanted)
 
-    def _free(self, slot: HostSlot) -> None:
-        if slot.lease in self._leases:
-            self._slots -= 1
-            self.free(slot.lease)
+    def _free(self, lease: Lease, slots: int) -> None:
+        if lease in self._leases:
+            self._slots -= slots
+            lease.users -= slots - 1
+            self.free(lease)
 
     def _slots_in(self, region: Region, slab: _Slab, wanted: Sequence[Form]) -> list[HostSlot]:
         lease = Lease(region, slab, len(wanted))

@@ -134,13 +134,17 @@ class SavedBlocks:
             form = tuple.__new__(Form, (nbytes, dtype, shape, stride)) if whole else None
             block = Block(next(self._keys), span, form, detached, self._current_stream())
             self.by_key[block.key] = self.by_span[span] = block
-        versions = block.versions
-        number = len(versions)
-        versions.append((detached, version))
         block.holders += 1
-        self.saved.append((block.key, nbytes := block.nbytes))
-        self.saved_bytes += nbytes
-        return block, view_of(tensor, span, number)
+        block.versions.append((detached, version))
+        self.saved.append((block.key, block.nbytes))
+        self.saved_bytes += block.nbytes
+        offset = int(tensor.storage_offset()) - span[1] // dtype.itemsize
+        node = tensor.grad_fn
+        origin = None if node is None else (node.name(), tensor.output_nr)
+        # View(...) would call a Python function more, for each tensor that is saved.
+        number = len(block.versions) - 1
+        view = tuple.__new__(View, (dtype, shape, stride, offset, number, origin))
+        return block, view
 
     def take_saved(self) -> tuple[tuple[int, int], ...]:
         saved, self.saved, self.saved_bytes = tuple(self.saved), [], 0
@@ -185,15 +189,6 @@ def span_of(tensor: torch.Tensor) -> Span:
     if reach * itemsize * 2 < whole and not moves_whole(storage):
         return storage._cdata, int(tensor.storage_offset()) * itemsize, reach * itemsize
     return storage._cdata, 0, whole
-
-
-def view_of(tensor: torch.Tensor, span: Span, number: int) -> View:
-    """How the tensor, which is the block's saved tensor with this number, lies in the block of that span."""
-    offset = int(tensor.storage_offset()) - span[1] // tensor.element_size()
-    node = tensor.grad_fn
-    origin = None if node is None else (node.name(), tensor.output_nr)
-    # View(...) would call a Python function more, for each tensor that is saved.
-    return tuple.__new__(View, (tensor.dtype, tensor.shape, tensor.stride(), offset, number, origin))
 
 
 def origin_of(tensor: torch.Tensor) -> Origin:

@@ -13,7 +13,6 @@ from ..errors import Closed, TierFull, changed_tensor
 from ..host_tier import DeviceSlot, Form, HostSlot, HostTier, groups
 from ..policies import Release, Spill
 from ..stats import Counters
-from ..transfer import Ticket
 from .block import Block, Place, SavedBlocks, View
 from .block_copies import BlockCopies
 from .host_room import HostRoom
@@ -65,11 +64,18 @@ class BlockStore:
             raise Closed("the manager was closed before this backward, and the activations with it")
         if not block.left:
             return block.versions[view.number][0]
-        tensor = block.tensor
-        if view.shape != tensor.shape or view.stride != tensor.stride() or view.dtype is not tensor.dtype:
+        tensor, form = block.tensor, block.form
+        if view.shape != form.shape or view.stride != form.stride or view.dtype is not form.dtype:
             tensor = view.of(tensor)
-        if block.ticket is not None and block.place is not Place.LEAVING:
-            self._arrive(block, block.ticket, tensor)
+        ticket = block.ticket
+        if ticket is not None and block.place is not Place.LEAVING:
+            stream = self._current_stream()
+            if stream.stream_id not in ticket.held:
+                ticket.hold(stream, "reload")  # each stream that reads waits once
+            block.place = Place.DEVICE
+            if stream.stream_id != block.stream.stream_id:
+                # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
+                tensor.record_stream(stream)  # type: ignore[arg-type]
         return tensor
 
     def offload(self, blocks: Sequence[Block]) -> None:
@@ -94,6 +100,7 @@ class BlockStore:
 
     def release(self, blocks: Iterable[Block]) -> None:
         """Gives up the device memory of blocks that are leaving: it is free for what comes after their copy."""
+        released = self._counters.released
         for block in blocks:
             ticket = block.ticket
             if block.place is not Place.LEAVING or ticket is None:
@@ -105,8 +112,8 @@ class BlockStore:
             block.place = Place.DISK if block.host is None else Place.HOST
             block.left = True
             self._free_device(block)
-            self._counters.released.count += 1
-            self._counters.released.nbytes += block.nbytes
+            released.count += 1
+            released.nbytes += block.nbytes
 
     def reload_early(self, blocks: Sequence[Block]) -> None:
         """As reload, on a policy's advice: where the device is full now, backward will ask again when it must."""
@@ -192,7 +199,7 @@ class BlockStore:
 
     def free(self, block: Block) -> None:
         """Gives up all that a block has. What a copy still uses outlives the copy."""
-        if block.ticket is not None and (block.place is Place.LEAVING or block.place is Place.ARRIVING):
+        if (block.place is Place.LEAVING or block.place is Place.ARRIVING) and block.ticket is not None:
             block.ticket.hold(block.stream, "drop")
         if block.host is not None or self._spiller is not None:
             self._leave_host(block)
@@ -240,8 +247,10 @@ class BlockStore:
                 for block in blocks:
                     self._give_slots([block])
             return
-        for block, slot in zip(blocks, slots, strict=True):
-            self._moves.append((block, DeviceSlot(block.contents(), block.stream), slot))
+        self._moves += [
+            (block, DeviceSlot(block.contents(), block.stream), slot)
+            for block, slot in zip(blocks, slots, strict=True)
+        ]
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
@@ -267,16 +276,6 @@ class BlockStore:
         if self._spiller is not None:
             self._spiller.drop(block)
         block.host = block.ticket = None
-
-    def _arrive(self, block: Block, ticket: Ticket, tensor: torch.Tensor) -> None:
-        """Makes the reader's stream wait for the reload. Each stream that reads waits once."""
-        stream = self._current_stream()
-        if stream.stream_id not in ticket.held:
-            ticket.hold(stream, "reload")
-        block.place = Place.DEVICE
-        if stream.stream_id != block.stream.stream_id:
-            # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
-            tensor.record_stream(stream)  # type: ignore[arg-type]
 
     def _bring_up(self, block: Block, spiller: Spiller) -> None:
         """Reads a block that is needed now: if there is no other way, into memory beyond the limit."""
