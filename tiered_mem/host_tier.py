@@ -90,7 +90,7 @@ class HostTier:
         self._device = device
         self._owned = owned
         self._slabs: dict[int, _Slab] = {}
-        # Slots by their lease: the event that they are free at, the step in which they were given back, and how many.
+        # Of each lease: the event that slots are free at, the step in which they were given back, and how many.
         self._returning: deque[tuple[Lease, Event, int, int]] = deque()
         self._leases: set[Lease] = set()
         self._slots = 0
@@ -204,9 +204,10 @@ class HostTier:
         """
         self.poll()
         if self._returning:
+            copies = sum(slots for *_, slots in self._returning)
             raise DeviceFailed(
-                f"{sum(slots for *_, slots in self._returning)} copies of host memory were dropped, because work before them failed on "
-                "the device. The error of that work says why; the process has to be started again"
+                f"{copies} copies of host memory were dropped, because work before them failed on the device. The "
+                "error of that work says why; the process has to be started again"
             )
         self._slabs.clear()
         if self._owned:

@@ -80,7 +80,7 @@ class BlockStore:
 
     def offload(self, blocks: Sequence[Block]) -> None:
         """Starts to copy blocks to the host. One that finds no room there stays on the device and is counted."""
-        chosen = [block for block in blocks if self._can_leave(block)]
+        chosen = [block for block in blocks if block.place is Place.DEVICE and self._can_leave(block)]
         for block in chosen:
             block.chosen = True
         try:
@@ -210,8 +210,7 @@ class BlockStore:
     def _can_leave(self, block: Block) -> bool:
         tensor = block.tensor
         return (
-            block.place is Place.DEVICE
-            and tensor is not None
+            tensor is not None
             and block.unchanged()
             and not hasattr(tensor.untyped_storage(), STAYS)
             and self._device.plain_layout(tensor)
