@@ -144,16 +144,19 @@ class Ledger(Generic[G]):
 
     def follow(self, actions: Sequence[Action]) -> Sequence[Action]:
         """Takes note of an answer, and returns it."""
+        if not actions:
+            return actions
         back: list[int] = []
+        leaving, homes = self._leaving, self._homes
         for action in actions:
             key = action.key
             kind = type(action)
             if kind is Offload:
-                self._leaving[key] = None
+                leaving[key] = None
             elif kind is Release:
-                if key in self._leaving:
-                    del self._leaving[key]
-                    self._on_host[self._homes[key][0]][key] = None
+                if key in leaving:
+                    del leaving[key]
+                    self._on_host[homes[key][0]][key] = None
             elif kind is Spill:
                 self._back((key,))
                 self._on_disk.add(key)

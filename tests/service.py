@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiered_mem import TieringManager
-from tiered_mem.activations.block import Block
+from tiered_mem.activations.block import Block, View, origin_of
 from tiered_mem.allocators import SlabPool
 from tiered_mem.policies import Action, Event, LayerEnd
 
@@ -70,3 +70,8 @@ def interrupt_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "_foreach_copy_", copy_first)
+
+
+def view_of_all(tensor: torch.Tensor) -> View:
+    """How a tensor that has its storage to itself lies in its block."""
+    return View(tensor.dtype, tensor.shape, tensor.stride(), 0, 0, origin_of(tensor))

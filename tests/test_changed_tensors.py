@@ -8,9 +8,8 @@ import torch
 from tests.conftest import MakeManager
 from tests.models import same, stack, take_gradients
 from tests.saving import Apply, leaf
-from tests.service import NBYTES, Service, make_tensor
+from tests.service import Service, make_tensor, view_of_all
 from tiered_mem import ChangedTensor
-from tiered_mem.activations.block import view_of
 from tiered_mem.policies import Offload, Release
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -142,7 +141,7 @@ def test_what_was_saved_outside_of_the_layers_is_guarded_too(device: str, make_m
 def test_a_change_between_the_copy_and_the_release_is_refused(device: str, service: Service) -> None:
     """What reached the host may be the new contents."""
     tensor = make_tensor(device)
-    view = view_of(tensor, (0, 0, NBYTES), 0)
+    view = view_of_all(tensor)
     block = service.save(tensor)
     service.do(Offload(block.key))
     tensor.add_(1)
@@ -154,7 +153,7 @@ def test_a_change_between_the_copy_and_the_release_is_refused(device: str, servi
 
 def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, service: Service) -> None:
     tensor = make_tensor(device)
-    view = view_of(tensor, (0, 0, NBYTES), 0)
+    view = view_of_all(tensor)
     block = service.save(tensor)
     del tensor
     service.do(Offload(block.key))
@@ -168,7 +167,7 @@ def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, se
 def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
     """The same storage, saved before and after a change: the first save is refused, the second is right."""
     tensor = make_tensor(device)
-    view = view_of(tensor, (0, 0, NBYTES), 0)
+    view = view_of_all(tensor)
     old = service.save(tensor)
     tensor.add_(1)
     new = service.save(tensor)

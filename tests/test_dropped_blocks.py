@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.conftest import Link
-from tests.service import NBYTES, SLOW, OnCommand, Service, make_tensor
+from tests.service import NBYTES, SLOW, OnCommand, Service, make_tensor, view_of_all
 from tiered_mem import TieringManager
-from tiered_mem.activations.block import view_of
 from tiered_mem.policies import Action, Event, LayerEnd, Offload, Release, Reload
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -53,7 +52,7 @@ def test_a_block_dropped_while_it_leaves_is_safe(device: str, service: Service, 
 def test_a_block_wanted_back_before_its_release_never_left(device: str, service: Service, link: Link) -> None:
     tensor = make_tensor(device)
     link(SLOW)
-    view, address = view_of(tensor, (0, 0, NBYTES), 0), tensor.data_ptr()
+    view, address = view_of_all(tensor), tensor.data_ptr()
     block = service.save(tensor)
     service.do(Offload(block.key))
     service.do(Reload(block.key))

@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.models import Stack, assert_same, eventually, is_empty, small_stack
 from tiered_mem import TieringManager
+from tiered_mem.host_tier import flat_form
 from tiered_mem.policies import (
     Action,
     Event,
@@ -280,7 +281,7 @@ def test_an_error_of_the_step_is_not_hidden_by_one_of_closing(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = TieringManager(policy="lru", device=device, host_bytes="1MiB")
-    slots = manager._host.reserve([(1, torch.uint8)])
+    slots = manager._host.reserve([flat_form(1)])
 
     def train() -> None:
         with manager:

@@ -13,10 +13,10 @@ import torch
 
 from tests.models import backward, equal, eventually, is_empty
 from tests.saving import Apply, leaf
+from tests.service import view_of_all
 from tests.spill.declared_files import DeclaredFiles
 from tests.spilling import MIB, SAVED, Spilling, Training, files_in, keys, records_in, spill_all
 from tiered_mem import Closed, TieringManager
-from tiered_mem.activations.block import view_of
 from tiered_mem.errors import CorruptRecord
 from tiered_mem.policies import (
     Fetch,
@@ -240,7 +240,7 @@ def test_actions_for_the_disk_mean_nothing_without_one(training: Training, devic
 def test_a_block_that_is_leaving_may_go_down_before_it_is_released(spilling: Spilling, device: str) -> None:
     manager = spilling(ManualPolicy(), 16 * MIB)
     tensor = torch.randn(MIB // 4).to(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, MIB), 0)
+    expected, view = tensor.cpu(), view_of_all(tensor)
     block, _ = manager.activations.save(tensor, graph=0, layer=0)
     del tensor
     manager.act([Offload(block.key), Spill(block.key)])

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import Link
-from tests.service import NBYTES, SLOW, Service, make_tensor
-from tiered_mem.activations.block import view_of
+from tests.service import NBYTES, SLOW, Service, make_tensor, view_of_all
 from tiered_mem.policies import Offload, Release, Reload
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -22,7 +21,7 @@ def test_memory_falls_on_release_while_the_copy_is_running(
 ) -> None:
     size = 5 * NBYTES
     tensor = make_tensor(device, size)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, size), 0)
+    expected, view = tensor.cpu(), view_of_all(tensor)
     link("100MB/s")
     before = device_module.memory_allocated()
     began = time.perf_counter()
@@ -42,7 +41,7 @@ def test_memory_falls_on_release_while_the_copy_is_running(
 
 def test_released_memory_is_not_overwritten_before_it_is_copied(device: str, service: Service, link: Link) -> None:
     tensor = make_tensor(device)
-    expected, view, address = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0), tensor.data_ptr()
+    expected, view, address = tensor.cpu(), view_of_all(tensor), tensor.data_ptr()
     link(SLOW)
     block = service.save(tensor)
     del tensor
@@ -60,7 +59,7 @@ def test_a_copy_waits_for_the_work_that_makes_its_source(
     a = torch.randn(1500, 1500).to(device)
     device_module.synchronize()
     made = a @ a @ a @ a
-    view = view_of(made, (0, 0, made.nbytes), 0)
+    view = view_of_all(made)
     block = service.save(made)
     service.do(Offload(block.key))
     service.do(Release(block.key))
@@ -72,7 +71,7 @@ def test_a_copy_waits_for_the_work_that_makes_its_source(
 def test_a_reload_waits_for_its_own_offload(device: str, service: Service, link: Link) -> None:
     """Nothing but this wait orders the two directions of the link."""
     tensor = make_tensor(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0)
+    expected, view = tensor.cpu(), view_of_all(tensor)
     link(SLOW)
     block = service.save(tensor)
     del tensor
@@ -113,7 +112,7 @@ def test_a_reload_on_another_stream_waits_for_its_own_offload(
 ) -> None:
     """The stream that released the block has waited for the copy; this one has not."""
     tensor = make_tensor(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0)
+    expected, view = tensor.cpu(), view_of_all(tensor)
     other = device_module.Stream()
     link(d2h=SLOW)
     block = service.save(tensor)
@@ -128,7 +127,7 @@ def test_a_reload_on_another_stream_waits_for_its_own_offload(
 
 def test_a_host_slot_is_not_filled_again_while_it_is_read(device: str, service: Service, link: Link) -> None:
     tensor, other = make_tensor(device), torch.zeros(NBYTES // 4).to(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0)
+    expected, view = tensor.cpu(), view_of_all(tensor)
     block, next_block = service.save(tensor), service.save(other)
     del tensor
     service.do(Offload(block.key))
@@ -149,7 +148,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(
     with device_module.stream(other):
         a = torch.randn(1500, 1500).to(device)
     tensor = make_tensor(device)
-    expected, view = tensor.cpu() * 2, view_of(tensor, (0, 0, NBYTES), 0)
+    expected, view = tensor.cpu() * 2, view_of_all(tensor)
     block = service.save(tensor)
     del tensor
     service.do(Offload(block.key))

@@ -9,8 +9,7 @@ import torch
 
 from tests.conftest import EMULATED, Link
 from tests.reuse import use_free_memory
-from tests.service import NBYTES, SLOW, Service, interrupt_second_copy, make_tensor
-from tiered_mem.activations.block import view_of
+from tests.service import NBYTES, SLOW, Service, interrupt_second_copy, make_tensor, view_of_all
 from tiered_mem.allocators import AclPinnedMemory, SlabPool
 from tiered_mem.policies import Action, Offload, Release, Reload
 
@@ -53,7 +52,7 @@ def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
     device: str, service: Service, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor, second = make_tensor(device), make_tensor(device)
-    view, expected = view_of(tensor, (0, 0, NBYTES), 0), [tensor.cpu(), second.cpu()]
+    view, expected = view_of_all(tensor), [tensor.cpu(), second.cpu()]
     blocks = [service.save(tensor), service.save(second)]
     del tensor, second
     actions: dict[str, list[Action]] = {
@@ -79,7 +78,7 @@ def test_an_early_reload_that_finds_the_device_full_is_put_off(
     device: str, device_module: Any, service: Service
 ) -> None:
     tensor = make_tensor(device)
-    expected, view = tensor.cpu(), view_of(tensor, (0, 0, NBYTES), 0)
+    expected, view = tensor.cpu(), view_of_all(tensor)
     block = service.save(tensor)
     del tensor
     service.do(Offload(block.key))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-import torch
-
 from .errors import TierFull
-from .host_tier import HostSlot, HostTier
+from .host_tier import HostSlot, HostTier, flat_form
 from .spill.io_queue import Job
 from .transfer import Ticket
 
@@ -51,7 +49,7 @@ class FixedSlots:
         """Another slot of the host tier. Raises TierFull with the advice, as the tier knows only of activations."""
         try:
             with self._exclusive:
-                (slot,) = self._host.reserve([(self.nbytes, torch.uint8)])
+                (slot,) = self._host.reserve([flat_form(self.nbytes)])
         except TierFull as error:
             raise TierFull(
                 "host", needed=error.needed, free=error.free, used=error.used, limit=error.limit, advice=advice

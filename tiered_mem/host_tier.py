@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,9 +26,23 @@ class DeviceSlot:
     stream: Stream
 
 
+class Form(NamedTuple):
+    """The contiguous tensor that bytes are copied as, here and there. Who reads it needs no other view of them."""
+
+    nbytes: int
+    dtype: torch.dtype
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+def flat_form(nbytes: int, dtype: torch.dtype = torch.uint8) -> Form:
+    """The bytes as a 1-dimensional tensor."""
+    return Form(nbytes, dtype, (nbytes // dtype.itemsize,), (1,))
+
+
 @dataclass(slots=True, eq=False)
 class HostSlot:
-    """Host bytes as a 1-dimensional tensor over a part of a lease."""
+    """Host bytes as a contiguous tensor over a part of a lease."""
 
     tensor: torch.Tensor
     lease: Lease
@@ -76,13 +90,13 @@ class HostTier:
         self._device = device
         self._owned = owned
         self._slabs: dict[int, _Slab] = {}
-        # Each with the event that it is free at, and the step in which it was given back.
-        self._returning: deque[tuple[HostSlot, Event, int]] = deque()
+        # Of each lease: the event that slots are free at, the step in which they were given back, and how many.
+        self._returning: deque[tuple[Lease, Event, int, int]] = deque()
         self._leases: set[Lease] = set()
         self._slots = 0
 
-    def reserve(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
-        """A slot for each of a number of bytes, next to each other: memory that is free again when all are back.
+    def reserve(self, wanted: Sequence[Form]) -> list[HostSlot]:
+        """A slot for each of the forms, next to each other: memory that is free again when all are back.
 
         Raises TierFull.
         """
@@ -91,7 +105,7 @@ class HostTier:
         except OutOfHostMemory as error:
             raise self._full(error) from error
 
-    def find(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot] | None:
+    def find(self, wanted: Sequence[Form]) -> list[HostSlot] | None:
         """As `reserve`; None where there is no room now."""
         try:
             return self._allocate(wanted)
@@ -103,7 +117,7 @@ class HostTier:
         capacity = self._pool.stats().capacity
         return capacity is None or nbytes <= capacity
 
-    def overflow(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
+    def overflow(self, wanted: Sequence[Form]) -> list[HostSlot]:
         """Slots beyond the tier's limit, in memory that is not pinned: for bytes that are needed now."""
         nbytes = _room_for(wanted)
         with torch.inference_mode(False):
@@ -154,30 +168,25 @@ class HostTier:
     def release(self, slot: HostSlot, event: Event | None) -> None:
         """Gives a slot back; `event` is the end of the last copy that uses it, None if there is none."""
         if event is None:
-            self._free(slot)
+            self._free(slot.lease, 1)
         else:
-            self._returning.append((slot, event, self._step))
+            self._returning.append((slot.lease, event, self._step, 1))
 
     def release_all(self, slots: Iterable[HostSlot], event: Event) -> None:
         """Gives slots back that one copy was the last to use."""
-        self._returning.extend([(slot, event, self._step) for slot in slots])
+        for lease, slots_of in Counter([slot.lease for slot in slots]).items():
+            self._returning.append((lease, event, self._step, slots_of))
 
     def poll(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
         passed = None
         while self._returning:
-            slot, event, _ = self._returning[0]
+            lease, event, _, slots = self._returning[0]
             if event is not passed and not event.query():
                 return
             passed = event
             self._returning.popleft()
-            # As _free() does, without a call for each of the slots that share a lease.
-            lease = slot.lease
-            if lease in self._leases and lease.users > 1:
-                lease.users -= 1
-                self._slots -= 1
-            else:
-                self._free(slot)
+            self._free(lease, slots)
 
     @property
     def slots(self) -> int:
@@ -195,9 +204,10 @@ class HostTier:
         """
         self.poll()
         if self._returning:
+            copies = sum(slots for *_, slots in self._returning)
             raise DeviceFailed(
-                f"{len(self._returning)} copies of host memory were dropped, because work before them failed on "
-                "the device. The error of that work says why; the process has to be started again"
+                f"{copies} copies of host memory were dropped, because work before them failed on the device. The "
+                "error of that work says why; the process has to be started again"
             )
         self._slabs.clear()
         if self._owned:
@@ -213,28 +223,28 @@ class HostTier:
         self._slots = 0
         self.close()
 
-    def _allocate(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
+    def _allocate(self, wanted: Sequence[Form]) -> list[HostSlot]:
         self.poll()
         region = self._pool.allocate(_room_for(wanted))
         return self._slots_in(region, self._slab_of(region), wanted)
 
-    def _free(self, slot: HostSlot) -> None:
-        if slot.lease in self._leases:
-            self._slots -= 1
-            self.free(slot.lease)
+    def _free(self, lease: Lease, slots: int) -> None:
+        if lease in self._leases:
+            self._slots -= slots
+            lease.users -= slots - 1
+            self.free(lease)
 
-    def _slots_in(self, region: Region, slab: _Slab, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
+    def _slots_in(self, region: Region, slab: _Slab, wanted: Sequence[Form]) -> list[HostSlot]:
         lease = Lease(region, slab, len(wanted))
         self._leases.add(lease)
         self._slots += len(wanted)
         slots = []
         start = region.ptr - slab.region.ptr
         last, elements = torch.uint8, slab.elements(torch.uint8)
-        for nbytes, dtype in wanted:
+        for nbytes, dtype, shape, stride in wanted:
             if dtype is not last:
                 last, elements = dtype, slab.elements(dtype)
-            first = start // dtype.itemsize
-            slots.append(HostSlot(elements[first : first + nbytes // dtype.itemsize], lease))
+            slots.append(HostSlot(elements.as_strided(shape, stride, start // dtype.itemsize), lease))
             start += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return slots
 
@@ -259,9 +269,9 @@ class HostTier:
         )
 
 
-def _room_for(wanted: Sequence[tuple[int, torch.dtype]]) -> int:
+def _room_for(wanted: Sequence[Form]) -> int:
     """The bytes of slots next to each other, each in whole units of the pool's."""
-    return sum([-(-size // ALIGNMENT) for size, _ in wanted]) * ALIGNMENT
+    return sum([-(-size // ALIGNMENT) for size, *_ in wanted]) * ALIGNMENT
 
 
 class _Slab:

@@ -36,7 +36,8 @@ class TransferEngine:
         """
         _wait_for_work(self._to_host, [source for source, _ in moves])
         with self._device.on(self._to_host):
-            return self._copy("offload", self._to_host, [(to.tensor, of.tensor) for of, to in moves])
+            to, of = [slot.tensor for _, slot in moves], [slot.tensor for slot, _ in moves]
+            return self._copy("offload", self._to_host, to, of)
 
     def reload(self, moves: Sequence[tuple[HostSlot, DeviceSlot, Ticket | None]]) -> list[Ticket]:
         """Copies to the device, each after the copy that fills its host slot, if that has a ticket.
@@ -55,8 +56,8 @@ class TransferEngine:
                     # Where the destination's stream has waited for that copy already, so has this one.
                     if filled is not None and destination.stream.stream_id not in filled.held:
                         filled.hold(self._to_device)
-                pairs = [(to.tensor, of.tensor) for of, to, _ in group]
-                tickets += [self._copy("reload", self._to_device, pairs)] * len(group)
+                to, of = [slot.tensor for _, slot, _ in group], [slot.tensor for slot, _, _ in group]
+                tickets += [self._copy("reload", self._to_device, to, of)] * len(group)
         return tickets
 
     def reload_into(self, moves: Sequence[tuple[HostSlot, DeviceSlot]], after: Iterable[Ticket]) -> Ticket:
@@ -67,17 +68,17 @@ class TransferEngine:
         for ticket in after:
             ticket.hold(self._to_device)
         with self._device.on(self._to_device):
-            return self._copy("reload", self._to_device, [(to.tensor, of.tensor) for of, to in moves])
+            to, of = [slot.tensor for _, slot in moves], [slot.tensor for slot, _ in moves]
+            return self._copy("reload", self._to_device, to, of)
 
-    def _copy(
-        self, direction: Direction, stream: Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Ticket:
-        """Copies to the first tensor of each pair, in order on `stream`, which is current."""
+    def _copy(self, direction: Direction, stream: Stream, to: list[torch.Tensor], of: list[torch.Tensor]) -> Ticket:
+        """Copies to each tensor, in order on `stream`, which is current, that of the same place in `of`."""
+        # One call for all costs the host less than a copy_ for each.
         if self._trace is None:
-            _copy(pairs)
+            torch._foreach_copy_(to, of, non_blocking=True)
             return Ticket(stream.record_event(), self._device)
-        with self._trace.copying(direction, stream, sum(to.nbytes for to, _ in pairs), len(pairs)) as group:
-            _copy(pairs)
+        with self._trace.copying(direction, stream, sum(each.nbytes for each in to), len(to)) as group:
+            torch._foreach_copy_(to, of, non_blocking=True)
         return Ticket(group.ended, self._device, self._trace)
 
     def synchronize(self) -> None:
@@ -129,11 +130,6 @@ def _groups(
         if nbytes >= _GROUP_BYTES or end == len(moves):
             yield moves[first:end]
             first, nbytes = end, 0
-
-
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    # One call for all costs the host less than a copy_ for each.
-    torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs], non_blocking=True)
 
 
 def _wait_for_work(side: Stream, slots: Iterable[DeviceSlot]) -> None:

@@ -16,6 +16,7 @@ from tests.optimizer.rig import NBYTES, RECORD, SLOT, Rig, content
 from tests.optimizer.training import make_params
 from tests.spilling import records_in
 from tiered_mem.errors import Closed, TierFull
+from tiered_mem.host_tier import flat_form
 from tiered_mem.spill.reader import read_header, read_record
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -242,7 +243,7 @@ def test_the_host_tier_is_free_for_others_while_a_bucket_waits(operation: str, m
         thread = in_a_thread(second.take)
         assert hold.reached.wait(10)
         with rig.exclusive:
-            (slot,) = rig.host.reserve([(4096, torch.uint8)])
+            (slot,) = rig.host.reserve([flat_form(4096)])
             rig.host.release(slot, None)
         assert thread.is_alive()
     thread.join(10)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import Any
+from operator import attrgetter
+from typing import Any, get_args
 
 import torch
 
@@ -216,8 +217,12 @@ class PolicyActions:
         find = self._blocks.find
         for kind, group in itertools.groupby(checked(self._policy, answer), type):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
-            keys = dict.fromkeys([action.key for action in group])
+            keys = dict.fromkeys(map(_key, group))
             self._do[kind]([block for block in map(find, keys) if block is not None])
+
+
+_key = attrgetter("key")
+_ACTIONS = frozenset(get_args(Action))
 
 
 def checked(policy: Policy, answer: object) -> list[Action]:
@@ -229,7 +234,7 @@ def checked(policy: Policy, answer: object) -> list[Action]:
         raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
     actions = list(answer)
     for action in actions:
-        if not isinstance(action, Action):
+        if type(action) not in _ACTIONS:
             raise PolicyError(f"{name} answered {action!r}, which is not an action")
         if type(action.key) is not int and not isinstance(action.key, Integral):
             raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")

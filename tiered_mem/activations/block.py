@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..device import Device, Stream
-from ..host_tier import HostSlot, Lease
+from ..host_tier import Form, HostSlot, Lease, flat_form
 from ..spill.disk_record import Record
 from ..spill.io_queue import Job
 from ..transfer import Ticket
@@ -42,8 +42,10 @@ class Block:
     """The bytes of one storage, or of the span of it that a small view covers.
 
     span: names the block while it is on the device.
-    dtype: of the flat tensors over its bytes.
-    tensor: over the device bytes; None where they are not on the device. stream: whose work makes and uses them.
+    form: the tensor that its bytes are copied as. It is the first saved tensor, where that is all of them and
+        contiguous, or else a flat one.
+    tensor: over the device bytes, in that form if `formed`; None where they are not on the device.
+    stream: whose work makes and uses them.
     ticket: the newest copy between the device and `host`.
     stored: where the bytes are on disk. They are the same for as long as this is set.
     move: the file operation that the block takes part in.
@@ -58,15 +60,16 @@ class Block:
     """
 
     __slots__ = (
-        *("key", "span", "nbytes", "dtype", "tensor", "stream", "host", "ticket", "stored", "move", "unwanted"),
-        *("place", "versions", "holders", "changed", "chosen", "due", "offloaded", "left", "no_room"),
+        *("key", "span", "nbytes", "form", "formed", "tensor", "stream", "host", "ticket", "stored", "move"),
+        *("unwanted", "place", "versions", "holders", "changed", "chosen", "due", "offloaded", "left", "no_room"),
     )
 
-    def __init__(self, key: int, span: Span, tensor: torch.Tensor, stream: Stream) -> None:
+    def __init__(self, key: int, span: Span, form: Form | None, tensor: torch.Tensor, stream: Stream) -> None:
         self.key = key
         self.span = span
         self.nbytes = span[2]
-        self.dtype = tensor.dtype
+        self.formed = form is not None
+        self.form = form or flat_form(self.nbytes, tensor.dtype)
         self.tensor: torch.Tensor | None = tensor
         self.stream = stream
         self.host: HostSlot | None = None
@@ -85,18 +88,14 @@ class Block:
                 return False
         return not self.changed
 
-    def flat(self) -> torch.Tensor:
-        """The device bytes as a 1-dimensional tensor. Raises RuntimeError where they are elsewhere."""
+    def contents(self) -> torch.Tensor:
+        """The device bytes in the block's form. Raises RuntimeError where they are elsewhere."""
         tensor = self.tensor
         if tensor is None:
             raise RuntimeError(f"block {self.key} is not on the device")
-        # What was away once lies in memory of its own, of which the span says nothing.
-        if self.left:
+        if self.formed:
             return tensor
-        if tensor.nbytes == self.nbytes and tensor.is_contiguous():
-            return tensor.view(-1)
-        itemsize = tensor.element_size()
-        return tensor.as_strided((self.nbytes // itemsize,), (1,), self.span[1] // itemsize)
+        return tensor.as_strided(self.form.shape, self.form.stride, self.span[1] // tensor.element_size())
 
 
 class SavedBlocks:
@@ -124,18 +123,28 @@ class SavedBlocks:
 
         It is a new block if none holds the same contents.
         """
-        span = span_of(tensor)
+        storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+        whole = nbytes == storage.nbytes() and tensor.is_contiguous()
+        span = (storage._cdata, 0, nbytes) if whole else span_of(tensor)
         version = tensor._version
         detached = tensor.detach()
+        dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
         block = self.by_span.get(span)
         if block is None or block.versions[-1][1] != version or not block.unchanged():
-            block = Block(next(self._keys), span, detached, self._current_stream())
+            form = tuple.__new__(Form, (nbytes, dtype, shape, stride)) if whole else None
+            block = Block(next(self._keys), span, form, detached, self._current_stream())
             self.by_key[block.key] = self.by_span[span] = block
         block.holders += 1
         block.versions.append((detached, version))
         self.saved.append((block.key, block.nbytes))
         self.saved_bytes += block.nbytes
-        return block, view_of(tensor, span, len(block.versions) - 1)
+        offset = int(tensor.storage_offset()) - span[1] // dtype.itemsize
+        node = tensor.grad_fn
+        origin = None if node is None else (node.name(), tensor.output_nr)
+        # View(...) would call a Python function more, for each tensor that is saved.
+        number = len(block.versions) - 1
+        view = tuple.__new__(View, (dtype, shape, stride, offset, number, origin))
+        return block, view
 
     def take_saved(self) -> tuple[tuple[int, int], ...]:
         saved, self.saved, self.saved_bytes = tuple(self.saved), [], 0
@@ -159,9 +168,9 @@ class View(NamedTuple):
     number: int
     origin: Origin
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor over the block's bytes, which are given as a 1-dimensional tensor with its own storage."""
-        typed = flat if flat.dtype is self.dtype else flat.view(self.dtype)
+    def of(self, contents: torch.Tensor) -> torch.Tensor:
+        """The tensor over the block's bytes, which are given as a contiguous tensor with its own storage."""
+        typed = contents if contents.dtype is self.dtype else contents.view(-1).view(self.dtype)
         return typed.as_strided(self.shape, self.stride, self.offset)
 
 
@@ -180,15 +189,6 @@ def span_of(tensor: torch.Tensor) -> Span:
     if reach * itemsize * 2 < whole and not moves_whole(storage):
         return storage._cdata, int(tensor.storage_offset()) * itemsize, reach * itemsize
     return storage._cdata, 0, whole
-
-
-def view_of(tensor: torch.Tensor, span: Span, number: int) -> View:
-    """How the tensor, which is the block's saved tensor with this number, lies in the block of that span."""
-    offset = int(tensor.storage_offset()) - span[1] // tensor.element_size()
-    node = tensor.grad_fn
-    origin = None if node is None else (node.name(), tensor.output_nr)
-    # View(...) would call a Python function more, for each tensor that is saved.
-    return tuple.__new__(View, (tensor.dtype, tensor.shape, tensor.stride(), offset, number, origin))
 
 
 def origin_of(tensor: torch.Tensor) -> Origin:

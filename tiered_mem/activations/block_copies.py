@@ -47,6 +47,7 @@ class BlockCopies:
             raise
         for (block, _, slot), ticket in zip(moves, tickets, strict=True):
             block.tensor = slot.tensor
+            block.formed = True
             block.stream = slot.stream
             block.ticket = ticket
             block.host = None

@@ -10,10 +10,9 @@ import torch
 
 from ..device import Device
 from ..errors import Closed, TierFull, changed_tensor
-from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
+from ..host_tier import DeviceSlot, Form, HostSlot, HostTier, groups
 from ..policies import Release, Spill
 from ..stats import Counters
-from ..transfer import Ticket
 from .block import Block, Place, SavedBlocks, View
 from .block_copies import BlockCopies
 from .host_room import HostRoom
@@ -65,14 +64,23 @@ class BlockStore:
             raise Closed("the manager was closed before this backward, and the activations with it")
         if not block.left:
             return block.versions[view.number][0]
-        tensor = view.of(block.tensor)
-        if block.ticket is not None and block.place is not Place.LEAVING:
-            self._arrive(block, block.ticket, tensor)
+        tensor, form = block.tensor, block.form
+        if view.shape != form.shape or view.stride != form.stride or view.dtype is not form.dtype:
+            tensor = view.of(tensor)
+        ticket = block.ticket
+        if ticket is not None and block.place is not Place.LEAVING:
+            stream = self._current_stream()
+            if stream.stream_id not in ticket.held:
+                ticket.hold(stream, "reload")  # each stream that reads waits once
+            block.place = Place.DEVICE
+            if stream.stream_id != block.stream.stream_id:
+                # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
+                tensor.record_stream(stream)  # type: ignore[arg-type]
         return tensor
 
     def offload(self, blocks: Sequence[Block]) -> None:
         """Starts to copy blocks to the host. One that finds no room there stays on the device and is counted."""
-        chosen = [block for block in blocks if self._can_leave(block)]
+        chosen = [block for block in blocks if block.place is Place.DEVICE and self._can_leave(block)]
         for block in chosen:
             block.chosen = True
         try:
@@ -92,6 +100,7 @@ class BlockStore:
 
     def release(self, blocks: Iterable[Block]) -> None:
         """Gives up the device memory of blocks that are leaving: it is free for what comes after their copy."""
+        released = self._counters.released
         for block in blocks:
             ticket = block.ticket
             if block.place is not Place.LEAVING or ticket is None:
@@ -103,8 +112,8 @@ class BlockStore:
             block.place = Place.DISK if block.host is None else Place.HOST
             block.left = True
             self._free_device(block)
-            self._counters.released.count += 1
-            self._counters.released.nbytes += block.nbytes
+            released.count += 1
+            released.nbytes += block.nbytes
 
     def reload_early(self, blocks: Sequence[Block]) -> None:
         """As reload, on a policy's advice: where the device is full now, backward will ask again when it must."""
@@ -146,12 +155,13 @@ class BlockStore:
         Raises torch.OutOfMemoryError where it has no room; what it had room for is on its way then.
         """
         moves: list[tuple[Block, HostSlot, DeviceSlot]] = []
-        stream = self._current_stream()
+        stream, device = self._current_stream(), self._device.torch_device
         try:
             with torch.inference_mode(False):  # backward needs tensors with a version, whoever asks for them
                 for block in blocks:
                     if block.place is Place.HOST and block.host is not None:
-                        tensor = self._device.empty(block.nbytes, block.dtype)
+                        _, dtype, shape, stride = block.form
+                        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
                         moves.append((block, block.host, DeviceSlot(tensor, stream)))
                     elif block.place is Place.LEAVING:
                         self._stay(block)
@@ -165,13 +175,13 @@ class BlockStore:
         if self._spiller is not None:
             self._spiller.fetch_wanted(anew=True)
 
-    def reserve(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[HostSlot]:
-        """Slots of the host tier, one for each number of bytes, for which room is made or waited for.
+    def reserve(self, wanted: Sequence[Form]) -> list[HostSlot]:
+        """Slots of the host tier, one for each form, for which room is made or waited for.
 
         Raises TierFull.
         """
         while (slots := self._host.find(wanted)) is None:
-            nbytes = sum(size for size, _ in wanted)
+            nbytes = sum(form.nbytes for form in wanted)
             if not self._host.can_hold(nbytes) or not self._make_room(nbytes):
                 return self._host.reserve(wanted)
         return slots
@@ -189,7 +199,7 @@ class BlockStore:
 
     def free(self, block: Block) -> None:
         """Gives up all that a block has. What a copy still uses outlives the copy."""
-        if block.ticket is not None and (block.place is Place.LEAVING or block.place is Place.ARRIVING):
+        if (block.place is Place.LEAVING or block.place is Place.ARRIVING) and block.ticket is not None:
             block.ticket.hold(block.stream, "drop")
         if block.host is not None or self._spiller is not None:
             self._leave_host(block)
@@ -200,8 +210,7 @@ class BlockStore:
     def _can_leave(self, block: Block) -> bool:
         tensor = block.tensor
         return (
-            block.place is Place.DEVICE
-            and tensor is not None
+            tensor is not None
             and block.unchanged()
             and not hasattr(tensor.untyped_storage(), STAYS)
             and self._device.plain_layout(tensor)
@@ -229,7 +238,7 @@ class BlockStore:
     def _give_slots(self, blocks: Sequence[Block]) -> None:
         """Finds host memory for blocks that leave. Small ones share a lease; who finds no room is left out."""
         try:
-            slots = self.reserve([(block.nbytes, block.dtype) for block in blocks])
+            slots = self.reserve([block.form for block in blocks])
         except TierFull as error:
             if len(blocks) == 1:
                 self._keep(blocks[0], error)
@@ -237,8 +246,10 @@ class BlockStore:
                 for block in blocks:
                     self._give_slots([block])
             return
-        for block, slot in zip(blocks, slots, strict=True):
-            self._moves.append((block, DeviceSlot(block.flat(), block.stream), slot))
+        self._moves += [
+            (block, DeviceSlot(block.contents(), block.stream), slot)
+            for block, slot in zip(blocks, slots, strict=True)
+        ]
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
@@ -265,20 +276,10 @@ class BlockStore:
             self._spiller.drop(block)
         block.host = block.ticket = None
 
-    def _arrive(self, block: Block, ticket: Ticket, tensor: torch.Tensor) -> None:
-        """Makes the reader's stream wait for the reload. Each stream that reads waits once."""
-        stream = self._current_stream()
-        if stream.stream_id not in ticket.held:
-            ticket.hold(stream, "reload")
-        block.place = Place.DEVICE
-        if stream.stream_id != block.stream.stream_id:
-            # The memory goes back to the pool of the stream it came from, which knows nothing of this one.
-            tensor.record_stream(stream)  # type: ignore[arg-type]
-
     def _bring_up(self, block: Block, spiller: Spiller) -> None:
         """Reads a block that is needed now: if there is no other way, into memory beyond the limit."""
         if block.move is None:
-            size = [(block.nbytes, block.dtype)]
+            size = [block.form]
             try:
                 slots = self.reserve(size)
             except TierFull:

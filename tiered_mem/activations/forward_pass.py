@@ -118,10 +118,13 @@ class ForwardPass:
         kind = type(tensor)
         layer = self._layer
         if kind is torch.Tensor:
-            if tensor.layout is torch.strided and not tensor.is_nested and tensor.nbytes < self._min_bytes:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                self._movable.note_stay(tensor)
+            elif (nbytes := tensor.nbytes) < self._min_bytes:
                 if type(tensor._base) is not torch.nn.Parameter:
-                    self._small.count += 1
-                    self._small.nbytes += tensor.nbytes
+                    small = self._small
+                    small.count += 1
+                    small.nbytes += nbytes
             elif self._movable.moves(tensor, self._weights):
                 if layer is None:
                     layer = self._inputs.get(tensor.untyped_storage()._cdata)

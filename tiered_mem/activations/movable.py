@@ -81,16 +81,13 @@ class Movable:
         )
 
     def moves(self, tensor: torch.Tensor, weights: frozenset[int]) -> bool:
-        """Whether a plain tensor may move. Counts those that stay, but for weights.
+        """Whether a plain tensor may move that is strided and not below min_bytes. Counts those that stay.
 
-        weights: the storages of those that are known.
+        weights: the storages of those that are known. They do not count.
         """
         if (
-            tensor.layout is torch.strided
-            and not tensor.is_nested
-            and tensor.nbytes >= self.min_bytes
+            tensor.device == self._torch_device
             and tensor.numel() >= self._min_elements
-            and tensor.device == self._torch_device
             and not _is_functorch_wrapped(tensor)
         ):
             storage = tensor.untyped_storage()
@@ -238,6 +235,8 @@ def _identity(tensor: torch.Tensor | None) -> object:
     """Differs when the tensor is another one, or has other memory."""
     if tensor is None:
         return None
+    if type(tensor) is torch.nn.Parameter and has_storage(tensor):
+        return id(tensor), tensor.untyped_storage()._cdata
     parts = (part for part in plain_tensors(tensor) if has_storage(part))
     return id(tensor), *(part.untyped_storage()._cdata for part in parts)
 

@@ -115,7 +115,7 @@ class Spiller:
         resting = [block for block in blocks if block.place is Place.DISK and block.move is None]
         for _, group in groupby(resting, key=lambda block: id(block.stored and block.stored.shared)):
             together = list(group)
-            self.read(together, self._host.reserve([(block.nbytes, block.dtype) for block in together]))
+            self.read(together, self._host.reserve([block.form for block in together]))
 
     def arrived(self) -> list[Block]:
         """The wanted blocks that are no longer on disk. They are not wanted here any more."""

@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..device import Device, Event
 from ..errors import OffloadRefused, TierFull
-from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
+from ..host_tier import DeviceSlot, Form, HostSlot, HostTier, flat_form, groups
 from ..sizes import format_bytes
 from ..transfer import TransferEngine
 from .placeholder import HostCopy, Parked, away, send_away
@@ -35,7 +35,7 @@ class ModulePhases:
         device: Device,
         host: HostTier,
         engine: TransferEngine,
-        reserve: Callable[[Sequence[tuple[int, torch.dtype]]], list[HostSlot]],
+        reserve: Callable[[Sequence[Form]], list[HostSlot]],
     ) -> None:
         self._device = device
         self._host = host
@@ -82,7 +82,7 @@ class ModulePhases:
             for parked in left:
                 parked.orphaned = True
                 pinned = parked.copy.slot
-                slot = self._host.overflow([(pinned.tensor.nbytes, pinned.tensor.dtype)])[0]
+                slot = self._host.overflow([flat_form(pinned.tensor.nbytes, pinned.tensor.dtype)])[0]
                 slot.tensor.copy_(pinned.tensor)
                 self._host.release(pinned, None)
                 parked.copy.slot = slot
@@ -127,7 +127,7 @@ class ModulePhases:
             if not self._host.can_hold(nbytes):
                 raise self._full(nbytes)
             for group in groups(missing):
-                new += self._reserve([(each.nbytes, each.dtype) for each in group])
+                new += self._reserve([flat_form(each.nbytes, each.dtype) for each in group])
         except BaseException as error:
             for slot in new:
                 self._host.release(slot, None)
