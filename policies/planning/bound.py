@@ -32,21 +32,17 @@ def floor(moments: Moments) -> tuple[int, int, int]:
 
     At each moment, what cannot move and the blocks in use, with those that are just being saved.
     """
-    alive = [0] * (len(moments) + 1)
-    needed = [0] * (len(moments) + 1)
-    for n, s, u, d in zip(moments.nbytes, moments.saved, moments.used, moments.dropped, strict=True):
-        alive[s] += n
-        alive[d] -= n
-        needed[s] += n
-        needed[min(s + 1, u)] -= n
-        needed[u] += n
-        needed[d] -= n
-    unmovable = list(map(int.__sub__, moments.full, accumulate(alive)))
-    least = list(map(int.__add__, unmovable, accumulate(needed)))
+    change = [0] * (len(moments) + 1)  # of the bytes that may be away
+    for n, s, u in zip(moments.nbytes, moments.saved, moments.used, strict=True):
+        if s + 1 < u:
+            change[s + 1] += n
+            change[u] -= n
+    least = list(map(int.__sub__, moments.full, accumulate(change)))
     if not least:
         return 0, 0, 0
-    worst = max(range(len(least)), key=least.__getitem__)
-    return least[worst], worst, unmovable[worst]
+    worst = least.index(max(least))
+    lives = zip(moments.nbytes, moments.saved, moments.dropped, strict=True)
+    return least[worst], worst, moments.full[worst] - sum(n for n, s, d in lives if s <= worst < d)
 
 
 def least_seconds(moments: Moments, budget: int, link: Link) -> float:
@@ -71,14 +67,16 @@ def least_seconds(moments: Moments, budget: int, link: Link) -> float:
     for full, at, save, use in zip(moments.full, moments.clock, saves, uses):  # noqa: B905 - these have an end
         now += at - last
         last = at
-        if need > 0:
-            returned = max(returned, now + need / back_rate)
+        if need > 0 and now + need / back_rate > returned:
+            returned = now + need / back_rate
         if use:
             later -= use
-        now = max(now, returned - later / back_rate)
-        copying = max(copying, now - before / out_rate)
+        if returned - later / back_rate > now:
+            now = returned - later / back_rate
+        if now - before / out_rate > copying:
+            copying = now - before / out_rate
         need = full - budget
-        if need > 0:
-            now = max(now, copying + need / out_rate)
+        if need > 0 and copying + need / out_rate > now:
+            now = copying + need / out_rate
         before += save
     return now + moments.end - last

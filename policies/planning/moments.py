@@ -66,17 +66,19 @@ def _moments(clock: Sequence[float], drops: Sequence[int], positions: int) -> tu
     grain = clock[-1] * _GRAIN
     action: list[int] = []
     place: list[int] = []
+    begun = 0
     until = -1.0  # a moment's latest position in time
-    open_ = False  # whether only drops have come so far
-    for k in range(positions):
-        if clock[k] > until or (drops[k] and not open_):
-            until = clock[k] + grain
-            open_ = True
-            action.append(k)
-        elif open_:
-            action[-1] = k
-        if not drops[k]:
-            open_ = False
-        place.append(len(action) - 1)
+    added = False  # whether a moment has had more than drops
+    for k, (at, drop) in enumerate(zip(clock, drops)):  # noqa: B905 - both have one for the end
+        if at > until or (drop and added) or k == positions:
+            if k:
+                place += [len(action)] * (k - begun)
+                action.append(acts)
+            begun = acts = k
+            until = at + grain
+            added = not drop
+        elif not added:
+            acts = k
+            added = not drop
     place.append(len(action))
     return action, place

@@ -22,7 +22,7 @@ _TOLERANCE = 0.005
 # How often the ends of copies are worked out anew from what leaves.
 _PASSES = 2
 # So many blocks are planned for, in all attempts together: about 50 ms on one core.
-_EFFORT = 10_000
+_EFFORT = 4000
 
 
 def plan(profile: Profile, budget: int, link: Link, *, attempts: int | None = None) -> Plan:
@@ -71,8 +71,8 @@ class Planner:
 
     def plan(self, attempts: int | None = None) -> Plan:
         blocks = len(self._moments.nbytes)
-        most = max(3, min(17, _EFFORT // (blocks + 1))) if attempts is None else attempts
-        best = self._attempt(_LEADS[0])
+        most = max(1, min(17, _EFFORT // (blocks + 1))) if attempts is None else attempts
+        best = self._attempt(_LEADS[0], hopeful=True)
         made = 1
         for lead in _LEADS[1:]:
             if self._good(best) or (made >= most and not best.over):
@@ -97,33 +97,40 @@ class Planner:
     def _good(self, draft: _Draft) -> bool:
         return not draft.over and draft.prediction.seconds <= self._goal
 
-    def _attempt(self, lead: float, stays: frozenset[int] = frozenset()) -> _Draft:
-        """A draft with room for reloads on a link `lead` times slower."""
+    def _attempt(self, lead: float, stays: frozenset[int] = frozenset(), *, hopeful: bool = False) -> _Draft:
+        """A draft with room for reloads on a link `lead` times slower.
+
+        hopeful: the ends of the copies may not matter, as where each finds its link free.
+        """
         moments = self._moments
+        slack = self._goal - moments.end
         back = moments.used
         ready = list(map(float.__add__, self._saved_at, self._copying))
         selection = self._selector.select(ready, back, stays)
         for _ in range(_PASSES):
-            if not selection.release:
-                break
-            ready = self._copies_end(selection.release)
-            back = latest_reloads(moments, selection.release, self._link, lead)
+            release = selection.release
+            ready = self._copies_end(release)
+            if hopeful and all(ready[b] <= moments.clock[g] + slack for b, g in release.items()):
+                draft = self._timed(selection, back, lead, stays, rounds=1)
+                if self._good(draft):
+                    return draft
+            back = latest_reloads(moments, release, self._link, lead)
             selection = self._selector.select(ready, back, stays)
         return self._timed(selection, back, lead, stays)
 
-    def _timed(self, selection: Selection, back: list[int], lead: float, stays: frozenset[int]) -> _Draft:
+    def _timed(self, selection: Selection, back: list[int], lead: float, stays: frozenset[int], rounds: int = 2 + _PASSES) -> _Draft:
         """The draft that releases these blocks at the latest then; earlier, where that is faster."""
         moments = self._moments
         release = selection.release
         best: _Draft | None = None
-        for _ in range(2 + _PASSES):
+        for more in reversed(range(rounds)):
             reload = early_reloads(moments, self._budget, release, back)
             prediction = predict(moments, release, reload, self._link)
             draft = _Draft(selection.over, release, reload, prediction, lead, stays)
             if best is not None and draft.cost() >= best.cost():
                 break
             best = draft
-            if self._good(draft):
+            if not more or self._good(draft):
                 break
             # Released as soon as its copy has ended, a block makes room for reloads.
             times, copied = prediction.arrivals(moments), prediction.copied

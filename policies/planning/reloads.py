@@ -20,14 +20,18 @@ def latest_reloads(moments: Moments, release: Mapping[int, int], link: Link, lea
     if lead == 0:
         return back
     clock, nbytes, saved = moments.clock, moments.nbytes, moments.saved
+    slowness, latency = lead / link.back, lead * link.latency
     free = float("inf")
     for b in reversed(moments.by_use):
         if b in release:
             use = back[b]
-            seconds = (nbytes[b] / link.back + link.latency) * lead
-            # A queue that cannot keep up must not push reloads ever further ahead.
-            free = max(min(free, clock[use]) - seconds, clock[use] - 4 * seconds)
-            back[b] = max(saved[b] + 1, min(use, bisect_right(clock, free) - 1))
+            at = clock[use]
+            seconds = nbytes[b] * slowness + latency
+            free = (at if at < free else free) - seconds
+            if free < at - 4 * seconds:
+                free = at - 4 * seconds  # a queue that cannot keep up must not push reloads ever further ahead
+            begin = bisect_right(clock, free, 0, use + 1) - 1
+            back[b] = begin if begin > saved[b] else saved[b] + 1
     return back
 
 
@@ -56,7 +60,8 @@ def early_reloads(moments: Moments, budget: int, release: Mapping[int, int], bac
     returned = 0
     now = seen = min(release.values(), default=0)
     for b, last, end in zip(order, latest, until, strict=True):
-        now = max(now, release[b] + 1)
+        if release[b] >= now:
+            now = release[b] + 1
         room = budget - returned - nbytes[b]
         while seen < end:
             need = held[seen]
@@ -64,7 +69,8 @@ def early_reloads(moments: Moments, budget: int, release: Mapping[int, int], bac
                 highest.pop()
             highest.append(seen)
             seen += 1
-        last = min(max(last, now), used[b])
+        if last > used[b]:
+            last = used[b]
         while now < last:
             while highest and highest[0] < now:
                 highest.popleft()

@@ -28,7 +28,8 @@ class Selector:
         self._excess = [full - budget for full in moments.full]
         nbytes = moments.nbytes
         # Last used first; of one layer the largest first, which is the fewest copies.
-        self._ranked = sorted(range(len(nbytes)), key=lambda b: (-backward[b], -nbytes[b], b))
+        self._ranked = sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True)
+        self._ranked.sort(key=backward.__getitem__, reverse=True)
         self._rank = [0] * len(nbytes)
         for rank, b in enumerate(self._ranked):
             self._rank[b] = rank
@@ -46,19 +47,15 @@ class Selector:
         moments, rank, ranked = self._moments, self._rank, self._ranked
         clock, nbytes = moments.clock, moments.nbytes
         queue = sorted(range(len(nbytes)), key=ready.__getitem__)
-        due: dict[int, int] = {}  # bytes that come back, by moment
+        due = [0] * (len(moments) + 1)  # bytes that come back, by moment
         ripe: list[int] = []  # ranks of the blocks whose copy has ended
         release: dict[int, int] = {}
         taken = bytearray(len(nbytes))
         for b in stays:
             taken[b] = 1
         place = away = over = 0
-        returns = sorted(set(back))
-        return_at = 0
         for g, beyond in enumerate(self._excess):
-            while return_at < len(returns) and returns[return_at] <= g:
-                away -= due.get(returns[return_at], 0)
-                return_at += 1
+            away -= due[g]
             excess = beyond - away
             if excess <= 0:
                 continue
@@ -82,10 +79,11 @@ class Selector:
                     b = first
                 taken[b] = 1
                 release[b] = g
-                due[back[b]] = due.get(back[b], 0) + nbytes[b]
+                due[back[b]] += nbytes[b]
                 away += nbytes[b]
                 excess -= nbytes[b]
-            over = max(over, excess)
+            if excess > over:
+                over = excess
         return Selection(release, over)
 
     def _same_layer(self, a: int, b: int) -> bool:
