@@ -66,7 +66,7 @@ def _moments(clock: Sequence[float], drops: Sequence[int], positions: int) -> tu
     grain = clock[-1] * _GRAIN
     action: list[int] = []
     place: list[int] = []
-    begun = 0
+    begun = acts = 0
     until = -1.0  # a moment's latest position in time
     added = False  # whether a moment has had more than drops
     for k, (at, drop) in enumerate(zip(clock, drops)):  # noqa: B905 - both have one for the end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,7 +17,9 @@ from .reloads import early_reloads, latest_reloads
 from .selection import Selection, Selector
 
 # How many times slower a link may be on which all reloads are in time: the more, the more room is kept for them.
-_LEADS = (1.5, 0.0, 3.0, 6.0, 12.0)
+_LEADS = (1.5, 3.0, 6.0, 0.5, 1.0, 0.0, 12.0, 0.25)
+# Drafts for one plan, at most.
+_MOST = 100
 _TOLERANCE = 0.005
 # How often the ends of copies are worked out anew from what leaves.
 _PASSES = 2
@@ -71,28 +73,41 @@ class Planner:
 
     def plan(self, attempts: int | None = None) -> Plan:
         blocks = len(self._moments.nbytes)
-        most = max(1, min(17, _EFFORT // (blocks + 1))) if attempts is None else attempts
-        best = self._attempt(_LEADS[0], hopeful=True)
-        made = 1
-        for lead in _LEADS[1:]:
-            if self._good(best) or (made >= most and not best.over):
+        left = max(1, min(_MOST, _EFFORT // (blocks + 1))) if attempts is None else attempts
+        drafts: list[_Draft] = []
+        for lead in _LEADS[:left]:
+            drafts.append(self._attempt(lead, hopeful=not drafts))
+            if self._good(drafts[-1]):
                 break
-            best = min(best, self._attempt(lead), key=_Draft.cost)
-            made += 1
+        left -= len(drafts)
+        drafts.sort(key=_Draft.cost)
+        best = drafts[0]
+        for first in drafts:
+            for draft in self._exchanges(first):
+                if left <= 0 or self._good(best):
+                    return self._finished(best)
+                best = min(best, draft, key=_Draft.cost)
+                left -= 1
+        return self._finished(best)
+
+    def _exchanges(self, draft: _Draft) -> Iterator[_Draft]:
+        """Drafts in which what is waited for the longest stays on the device, and others leave in its place.
+
+        The next goes on from the fastest so far.
+        """
         tried: set[int] = set()
-        while made < most and not self._good(best):
-            # What is waited for the longest stays on the device, and others leave in its place.
+        while True:
             waits: defaultdict[int, float] = defaultdict(float)
-            for wait in best.prediction.waits:
+            for wait in draft.prediction.waits:
                 if wait.block not in tried:
                     waits[wait.block] += wait.seconds
             if not waits:
-                break
+                return
             block = max(waits, key=waits.__getitem__)
             tried.add(block)
-            best = min(best, self._attempt(best.lead, best.stays | {block}), key=_Draft.cost)
-            made += 1
-        return self._finished(best)
+            changed = self._attempt(draft.lead, draft.stays | {block})
+            yield changed
+            draft = min(draft, changed, key=_Draft.cost)
 
     def _good(self, draft: _Draft) -> bool:
         return not draft.over and draft.prediction.seconds <= self._goal
@@ -111,20 +126,20 @@ class Planner:
             release = selection.release
             ready = self._copies_end(release)
             if hopeful and all(ready[b] <= moments.clock[g] + slack for b, g in release.items()):
-                draft = self._timed(selection, back, lead, stays, rounds=1)
+                draft = self._timed(selection, lead, stays, rounds=1)
                 if self._good(draft):
                     return draft
             back = latest_reloads(moments, release, self._link, lead)
             selection = self._selector.select(ready, back, stays)
-        return self._timed(selection, back, lead, stays)
+        return self._timed(selection, lead, stays)
 
-    def _timed(self, selection: Selection, back: list[int], lead: float, stays: frozenset[int], rounds: int = 2 + _PASSES) -> _Draft:
+    def _timed(self, selection: Selection, lead: float, stays: frozenset[int], rounds: int = 2 + _PASSES) -> _Draft:
         """The draft that releases these blocks at the latest then; earlier, where that is faster."""
         moments = self._moments
         release = selection.release
         best: _Draft | None = None
         for more in reversed(range(rounds)):
-            reload = early_reloads(moments, self._budget, release, back)
+            reload = early_reloads(moments, self._budget, release, selection.back)
             prediction = predict(moments, release, reload, self._link)
             draft = _Draft(selection.over, release, reload, prediction, lead, stays)
             if best is not None and draft.cost() >= best.cost():
