@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from .bound import BudgetTooSmall, floor, least_seconds
 from .link import Link
@@ -79,15 +79,14 @@ class Planner:
             drafts.append(self._attempt(lead, hopeful=not drafts))
             if self._good(drafts[-1]):
                 break
-        left -= len(drafts)
         drafts.sort(key=_Draft.cost)
         best = drafts[0]
-        for first in drafts:
-            for draft in self._exchanges(first):
-                if left <= 0 or self._good(best):
-                    return self._finished(best)
-                best = min(best, draft, key=_Draft.cost)
-                left -= 1
+        exchanges = chain.from_iterable(map(self._exchanges, drafts))
+        for _ in range(left - len(drafts)):
+            draft = None if self._good(best) else next(exchanges, None)
+            if draft is None:
+                break
+            best = min(best, draft, key=_Draft.cost)
         return self._finished(best)
 
     def _exchanges(self, draft: _Draft) -> Iterator[_Draft]:
