@@ -13,15 +13,23 @@ from .base import (
     LayerBegin,
     LayerEnd,
     ManualPolicy,
+    Memory,
     Offload,
+    OnRequest,
     Policy,
+    Refused,
     Release,
     Reload,
     Saved,
     Spill,
+    StepBegin,
+    StepEnd,
+    StepMeasured,
+    Used,
 )
 from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
+from .planned import PlannedPolicy
 from .synchronization_dict import SynchronizationDictPolicy
 
 __all__ = [
@@ -37,13 +45,21 @@ __all__ = [
     "LayerEnd",
     "LayerOrderPolicy",
     "ManualPolicy",
+    "Memory",
     "Offload",
+    "OnRequest",
+    "PlannedPolicy",
     "Policy",
+    "Refused",
     "Release",
     "Reload",
     "Saved",
     "Spill",
+    "StepBegin",
+    "StepEnd",
+    "StepMeasured",
     "SynchronizationDictPolicy",
+    "Used",
     "policy_by_name",
 ]
 

@@ -18,6 +18,10 @@ class Policy(Protocol):
     notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
 
     One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
+
+    What few need is told to those that ask: a policy may have an attribute `asks`, the types among `OnRequest` that
+    it is to be told. It is read anew before each event. A policy that is told of what it does not know answers
+    nothing.
     """
 
     def check(self, num_layers: int) -> None:
@@ -110,7 +114,62 @@ class HostPressure:
     nbytes: int
 
 
-Event = ForwardBegin | LayerBegin | LayerEnd | ForwardEnd | Saved | Dropped | HostPressure
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Backward asks for a block that this layer saved. Told before anything waits, and again for each further use.
+
+    A block that is not on the device is brought back next, whatever the answer.
+    """
+
+    graph: int
+    layer: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegin:
+    """A step of training begins; its first forward has not. `step` names it from now on."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """The step is over, with its optimizer, or by an exception. Blocks may be alive still."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is allocated on the device, by whomever, in bytes: now, and at most since the last answer was done.
+
+    Told right before each other event but StepMeasured, HostPressure and Refused. Of that event's blocks, those
+    that are saved are allocated already, and those that are dropped are freed.
+    """
+
+    device: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasured:
+    """How long a step took on the device. Told some time after its end, between any two events.
+
+    Of a step at whose beginning a policy asks for it, if it could be measured.
+
+    seconds: for each position of the step the compute time to the next, without stalls. Positions are the events
+        that the policy was told from StepBegin to StepEnd, these two left out, and Memory, StepMeasured,
+        HostPressure and Refused left out.
+    stalls: the seconds in which compute waited for copies.
+    out, back: bytes each second of copies from and to the device while they ran; 0 where there were none.
+    """
+
+    step: int
+    seconds: Sequence[float]
+    stalls: float
+    out: float = 0.0
+    back: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +214,32 @@ class Fetch:
 
 
 Action = Offload | Release | Reload | Spill | Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An action of an answer could not be done, and the block is where it was.
+
+    A Reload that found the device full, or an Offload that found no room on the host.
+    """
+
+    action: Action
+
+
+Event = (
+    ForwardBegin
+    | LayerBegin
+    | LayerEnd
+    | ForwardEnd
+    | Saved
+    | Dropped
+    | HostPressure
+    | Used
+    | StepBegin
+    | StepEnd
+    | Memory
+    | StepMeasured
+    | Refused
+)
+# Of these, what is told to a policy that asks for it.
+OnRequest = Used | StepBegin | StepEnd | Memory | StepMeasured | Refused

@@ -1,0 +1,234 @@
+"""Records one step, plans the next ones, and keeps to a budget of device memory whatever comes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from ..sizes import format_bytes, parse_bytes
+from .base import (
+    Action,
+    Dropped,
+    Event,
+    Fetch,
+    HostPressure,
+    Memory,
+    Offload,
+    OnRequest,
+    Refused,
+    Release,
+    Reload,
+    Saved,
+    Spill,
+    StepBegin,
+    StepEnd,
+    StepMeasured,
+    Used,
+)
+from .lru import LRUPolicy
+from .planning.link import Link
+from .planning.names import Name
+from .planning.repertoire import Repertoire
+from .planning.residence import Place, Residence
+from .planning.step import StepUnderWay
+from .planning.table import Table
+
+_log = logging.getLogger("tiered_mem.policies")
+# Steps from one plan to the next for the same kind of step, at least.
+_PATIENCE = 4
+# Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
+_DRIFT = 0.02
+# Plans are made for so much less after each step that went above the budget, as a share of it.
+_MARGIN = 0.01
+_FETCHED_AHEAD = 8
+
+
+class PlannedPolicy:
+    """Keeps all of the device's memory below `budget`, with as little waiting as a plan can find.
+
+    The first step runs under LRUPolicy, is recorded, and measured. From then on each step plays a plan made from
+    the record: which blocks leave, before which event each is released, and at which it is reloaded. Steps of
+    other lengths have plans of their own, scaled from the same record; one with other events is recorded too.
+    Where a step does not go as planned, what is leaving is released early, and then the oldest blocks leave: that
+    costs time and keeps the budget.
+
+    budget: bytes of the device for everything, an int or a string such as "60GiB".
+    link: the rates of copies.
+    slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
+    host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
+
+    Raises ValueError for a size below 1 byte and a slowdown below 0. `decide` raises BudgetTooSmall, once a step is
+    measured, where no plan can keep the budget.
+    """
+
+    gather_bytes = 1  # each block is told of at once
+
+    def __init__(
+        self,
+        budget: int | str,
+        link: Link,
+        *,
+        slowdown: float | None = None,
+        host_bytes: int | str | None = None,
+    ) -> None:
+        if slowdown is not None and slowdown < 0:
+            raise ValueError(f"slowdown is a share of a step's time and at least 0, not {slowdown}")
+        self._budget = parse_bytes(budget)
+        host = None if host_bytes is None else parse_bytes(host_bytes)
+        self._repertoire = Repertoire(self._budget, link, host, slowdown)
+        self._residence = Residence()
+        self._memory: Memory | None = None
+        self._step: StepUnderWay | None = None
+        self._ended: dict[int, StepUnderWay] = {}
+        self._lru: LRUPolicy | None = None
+        self._overruns = 0
+        self._since_plan = 0
+        self._measure = True
+
+    @property
+    def asks(self) -> Collection[type[OnRequest]]:
+        always = {Used, StepBegin, StepEnd, Memory, Refused}
+        return always | {StepMeasured} if self._measure else always
+
+    def check(self, num_layers: int) -> None:
+        """Suits every model."""
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        match event:
+            case Memory(_, peak):
+                self._memory = event
+                if self._step is not None:
+                    self._step.recording.most(peak - self._residence.own)
+                    self._step.peak = max(self._step.peak, peak)
+            case StepBegin(step):
+                self._begin(step)
+            case StepEnd():
+                self._end()
+            case StepMeasured(step, seconds, stalls, out, back):
+                ended = self._ended.pop(step, None)
+                if ended is not None:
+                    self._learn(ended, seconds, stalls, out, back)
+            case Refused(action):
+                self._residence.refused(action)
+            case HostPressure(nbytes):
+                return self._spill(nbytes)
+            case _:
+                return self._position(event)
+        return ()
+
+    def _begin(self, number: int) -> None:
+        self._end()  # where nobody said so
+        self._residence.begin_step()
+        self._step = StepUnderWay(number)
+
+    def _end(self) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        self._since_plan += 1
+        self._measure = step.deviates or self._since_plan >= _PATIENCE
+        self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
+        self._ended[step.number] = step
+        if step.table is not None and step.peak > self._budget:
+            self._overrun(step.peak)
+
+    def _overrun(self, peak: int) -> None:
+        self._overruns += 1
+        self._repertoire.budget = int(self._budget * max(0.0, 1 - _MARGIN * self._overruns))
+        self._repertoire.forget_plans()
+        if self._overruns >= 3:
+            _log.warning(
+                "a step took %s where the budget is %s, for the %d. time: a larger budget would be kept",
+                format_bytes(peak),
+                format_bytes(self._budget),
+                self._overruns,
+            )
+
+    def _position(self, event: Event) -> Sequence[Action]:
+        """An event of a step, or one between steps."""
+        memory, self._memory = self._memory, None
+        step, residence = self._step, self._residence
+        again: list[int] = []
+        if isinstance(event, Saved):
+            again = residence.save(event.blocks)
+        elif isinstance(event, Dropped):
+            for key in event.keys:
+                residence.drop(key)
+        others = None if memory is None else memory.device - residence.own
+        name = None if step is None else step.take(event, others)
+        if isinstance(event, Used):
+            residence.back(event.key)
+        if step is not None and isinstance(event, Saved) and step.undecided():
+            self._choose(step)
+        if step is not None and step.table is not None and name is not None:
+            advice = [*map(Offload, again), *step.table.actions(name, step.names)]
+            advice += self._fetches(step, step.table, advice)
+        else:
+            advice = list(self._learning(others).decide(event))
+        actions = residence.follow(advice)
+        return actions if others is None else [*actions, *self._guard(step, name, others)]
+
+    def _choose(self, step: StepUnderWay) -> None:
+        """Finds the plan for a step, by what it has saved so far."""
+        found = self._repertoire.find(step.recording.layers, step.sizes)
+        if found is not None:
+            step.known, step.ratio = found
+            step.table = self._repertoire.table(*found)
+            self._lru = None
+
+    def _learning(self, others: int | None) -> LRUPolicy:
+        """What decides where there is no plan."""
+        if self._lru is None:
+            self._lru = LRUPolicy(max(1, (self._budget - (others or 0)) // 2))
+        return self._lru
+
+    def _guard(self, step: StepUnderWay | None, name: Name | None, others: int) -> list[Action]:
+        """Keeps the budget until the next event, where others take more than they did in the recorded step."""
+        beside = others
+        if step is not None and step.table is not None and name is not None:
+            planned = step.table.beside(name)
+            if planned is not None:
+                standing, most = planned
+                beside = max(others, most + others - standing)
+        over = self._residence.own + beside - self._budget
+        return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
+
+    def _fetches(self, step: StepUnderWay, table: Table, advice: Sequence[Action]) -> list[Action]:
+        """Brings what was spilled to the host before its reload."""
+        if not any(True for _ in self._residence.at(Place.DISK)):
+            return []
+        reloaded = [block for each in advice if type(each) is Reload and (block := step.names.block(each.key))]
+        coming = (block for each in reloaded for block in table.following(each, _FETCHED_AHEAD))
+        return [Fetch(key) for block in coming if (key := step.names.key(block)) is not None]
+
+    def _spill(self, nbytes: int) -> list[Action]:
+        if self._lru is not None:
+            return self._residence.follow(self._lru.decide(HostPressure(nbytes)))
+        step, residence = self._step, self._residence
+        on_host = list(residence.at(Place.HOST))
+        if step is not None and step.table is not None:
+            place = step.table.place
+            names = step.names
+            on_host.sort(key=lambda key: place(names.block(key)), reverse=True)
+        actions: list[Action] = []
+        for key in (*on_host, *residence.at(Place.LEAVING)):
+            if nbytes <= 0:
+                break
+            nbytes -= residence.nbytes(key)
+            actions += residence.follow([Release(key), Spill(key)])
+        return actions
+
+    def _learn(self, step: StepUnderWay, seconds: Sequence[float], stalls: float, out: float, back: float) -> None:
+        if len(seconds) != len(step.recording.names):
+            return
+        repertoire = self._repertoire
+        known = step.known if step.known is not None and not step.deviates else repertoire.same(step.recording)
+        if known is None:
+            if step.recording.regular:
+                repertoire.add(step.recording, seconds)
+                self._since_plan = 0
+        elif step.table is not None and self._since_plan >= _PATIENCE:
+            planned = step.table.plan
+            if abs(stalls - sum(stall.seconds for stall in planned.stalls)) > _DRIFT * planned.seconds:
+                self._since_plan = 0
+                repertoire.drift(known, step.ratio, seconds, out, back)

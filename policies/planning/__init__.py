@@ -1,0 +1,9 @@
+"""Plans which blocks leave the device in a step, and when, from what one step did. No torch and no device."""
+
+from .bound import BudgetTooSmall
+from .link import Link
+from .plan import Cause, Plan, Stall
+from .planner import plan
+from .profile import Profile
+
+__all__ = ["BudgetTooSmall", "Cause", "Link", "Plan", "Profile", "Stall", "plan"]

@@ -1,0 +1,44 @@
+"""What a planner has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Cause(Enum):
+    """What the compute stream waits for."""
+
+    RELEASE = "release"  # the end of a copy out, whose memory is needed
+    RELOAD = "reload"  # the end of a copy back, whose block is used
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The compute stream waits at a position for the copy of a block."""
+
+    position: int
+    block: int
+    cause: Cause
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which blocks leave, and at which positions their actions are taken.
+
+    release, reload: of the blocks that leave, numbered as in the profile. Each is offloaded when it is saved, so
+    that saved < release < reload <= used.
+    peak: the most bytes of device memory, by count of what is issued and so whatever the copies' times. budget: the
+    most that was allowed. seconds: the step as predicted. stalls: of these, the waits. bound: a time that no plan
+    within the budget can better.
+    """
+
+    release: Mapping[int, int]
+    reload: Mapping[int, int]
+    peak: int
+    budget: int
+    seconds: float
+    stalls: tuple[Stall, ...]
+    bound: float

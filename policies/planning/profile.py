@@ -1,0 +1,82 @@
+"""What one training step did: times, memory that does not move, and the lives of the blocks that may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .moments import Moments
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step, by positions: position k is the k-th event of the step, counted from 0.
+
+    seconds[k]: compute time from position k to the next, without stalls.
+    unmovable[k]: the most bytes of device memory in between that are not blocks.
+    standing[k]: of those, the bytes that are allocated at the position itself; the rest is transient. Empty means
+        that nothing is known of it.
+
+    Blocks are numbered in the order of their saves:
+
+    nbytes[b]: its size. saved[b], used[b], dropped[b]: the positions at which it is saved, first used in backward,
+        and dropped; the number of positions where that comes after the step.
+    backward[b]: the position at which the backward of its layer begins; blocks with the same one return together.
+
+    Raises ValueError for sequences that do not fit together, and for lives that are not in this order.
+    """
+
+    seconds: Sequence[float]
+    unmovable: Sequence[int]
+    nbytes: Sequence[int]
+    saved: Sequence[int]
+    used: Sequence[int]
+    dropped: Sequence[int]
+    backward: Sequence[int]
+    standing: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        positions, blocks = len(self.seconds), len(self.nbytes)
+        if len(self.unmovable) != positions or len(self.standing) not in (0, positions):
+            raise ValueError(
+                f"seconds are of {positions} positions, unmovable of {len(self.unmovable)}, "
+                f"standing of {len(self.standing)}"
+            )
+        if {len(self.saved), len(self.used), len(self.dropped), len(self.backward)} != {blocks}:
+            raise ValueError(
+                f"nbytes are of {blocks} blocks, saved of {len(self.saved)}, used of {len(self.used)}, dropped of "
+                f"{len(self.dropped)}, backward of {len(self.backward)}"
+            )
+        before = 0
+        for b, (saved, used, dropped) in enumerate(zip(self.saved, self.used, self.dropped, strict=True)):
+            if not before <= saved < used <= dropped <= positions:
+                raise ValueError(
+                    f"block {b} is saved at {saved}, used at {used} and dropped at {dropped}, of {positions} "
+                    f"positions, after a block that is saved at {before}"
+                )
+            before = saved
+
+    @cached_property
+    def moments(self) -> Moments:
+        """The positions as the planner sees them."""
+        return Moments(self.seconds, self.unmovable, self.nbytes, self.saved, self.used, self.dropped)
+
+    def scaled(self, ratio: float) -> Profile:
+        """The step with blocks, times and transient memory `ratio` times as large.
+
+        What stays allocated does not shrink with them, as nobody knows how much of it are gradients. For a larger
+        step all that has come since the first position grows.
+        """
+        standing = self.standing or [0] * len(self.unmovable)
+        if ratio <= 1:
+            unmovable = [int(low + (top - low) * ratio) for low, top in zip(standing, self.unmovable, strict=True)]
+        else:
+            fixed = standing[0] if standing else 0
+            unmovable = [max(top, int(fixed + (top - fixed) * ratio)) for top in self.unmovable]
+        return replace(
+            self,
+            seconds=[seconds * ratio for seconds in self.seconds],
+            unmovable=unmovable,
+            nbytes=[int(nbytes * ratio) for nbytes in self.nbytes],
+        )

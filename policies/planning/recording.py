@@ -1,0 +1,89 @@
+"""What a policy hears of a step, as a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .names import Name
+from .profile import Profile
+
+
+@dataclass
+class _Life:
+    nbytes: int
+    saved: int
+    used: int | None = None
+    dropped: int | None = None
+    backward: int = 0
+
+
+@dataclass
+class Recording:
+    """One step, as its events come.
+
+    names: of the positions so far. layers: those that its first forward was told. blocks: their lives, in the order
+    of their saves.
+    """
+
+    layers: int | None = None
+    names: list[Name] = field(default_factory=list)
+    blocks: dict[Name, _Life] = field(default_factory=dict)
+    _unmovable: list[int] = field(default_factory=list)
+    _standing: list[int] = field(default_factory=list)
+    _running: int = 0
+    _backward: int = 0
+    _measured: bool = True
+
+    def position(self, name: Name, others: int | None) -> None:
+        """An event comes. others: the bytes of device memory that are no blocks of the step; None if not known."""
+        self.names.append(name)
+        self._measured &= others is not None
+        self._unmovable.append(max(0, others or 0))
+        self._standing.append(max(0, others or 0))
+
+    def most(self, others: int) -> None:
+        """At most so much was allocated beside the blocks since the last event."""
+        if self._unmovable:
+            self._unmovable[-1] = max(self._unmovable[-1], others)
+
+    def forward(self, begins: bool) -> None:
+        """A forward begins or ends at the last position."""
+        self._running += 1 if begins else -1
+
+    def backward(self) -> None:
+        """A layer's backward begins at the last position."""
+        self._backward = len(self.names) - 1
+
+    def save(self, block: Name, nbytes: int) -> None:
+        self.blocks.setdefault(block, _Life(nbytes, len(self.names) - 1))
+
+    def use(self, block: Name) -> None:
+        life = self.blocks.get(block)
+        if life is not None and life.used is None:
+            life.used, life.backward = len(self.names) - 1, self._backward
+
+    def drop(self, block: Name) -> None:
+        life = self.blocks.get(block)
+        if life is not None:
+            life.dropped = len(self.names) - 1
+
+    @property
+    def regular(self) -> bool:
+        """Whether it is like a step of training: its forwards ended, and backward used most of what they saved."""
+        used = sum(life.nbytes for life in self.blocks.values() if life.used is not None)
+        total = sum(life.nbytes for life in self.blocks.values())
+        return self._measured and not self._running and 0 < total <= 2 * used
+
+    def profile(self, seconds: Sequence[float]) -> Profile:
+        """Raises ValueError where there are not as many seconds as positions."""
+        end = len(self.names)
+        nbytes, saved, used, dropped, backward = [], [], [], [], []
+        for life in self.blocks.values():
+            last = end if life.dropped is None else life.dropped
+            nbytes.append(life.nbytes)
+            saved.append(life.saved)
+            used.append(last if life.used is None else min(life.used, last))
+            dropped.append(last)
+            backward.append(last if life.used is None else life.backward)
+        return Profile(list(seconds), self._unmovable, nbytes, saved, used, dropped, backward, self._standing)

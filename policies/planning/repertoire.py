@@ -1,0 +1,174 @@
+"""The steps that are known, and the plans for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from .bound import BudgetTooSmall
+from .disk import DiskPlan, plan_disk
+from .link import Link
+from .names import Name, spoken
+from .plan import Plan
+from .planner import plan
+from .profile import Profile
+from .recording import Recording
+from .table import Table
+
+_log = logging.getLogger("tiered_mem.policies")
+_KEPT = 4
+# Lengths are planned for in steps of this share of the recorded one.
+_GRID = 128
+_COMPARED = 8
+# Of new seconds in the mean of them and the old.
+_NEW = 0.25
+# A plan is changed where its prediction changes by more than this share.
+_CHANGE = 0.01
+
+
+@dataclass
+class Known:
+    """A step that was recorded. tables: what was planned for it, by its length over the recorded one."""
+
+    layers: int | None
+    names: Sequence[Name]
+    blocks: Sequence[Name]
+    profile: Profile
+    tables: dict[float, Table] = field(default_factory=dict)
+
+    def ratios(self, sizes: Sequence[int]) -> list[float]:
+        """How much larger the first blocks are than the recorded ones."""
+        return [size / known for size, known in zip(sizes, self.profile.nbytes, strict=False)]
+
+
+class Repertoire:
+    """The last four kinds of steps. Plans them, for any length, with the same budget and link.
+
+    host_bytes: what the host tier holds; None plans nothing for the drive below it.
+    """
+
+    def __init__(self, budget: int, link: Link, host_bytes: int | None, slowdown: float | None) -> None:
+        self.budget = budget
+        self.link = link
+        self._host_bytes = host_bytes
+        self._slowdown = slowdown
+        self._known: list[Known] = []  # the one that was used last comes last
+
+    def find(self, layers: int | None, sizes: Sequence[int]) -> tuple[Known, float] | None:
+        """The kind of a step of so many layers whose first blocks have these sizes, and its length.
+
+        Of several it is the one to which all of the sizes have the same ratio, and that was used last.
+        """
+        fitting = [known for known in self._known if known.layers == layers and known.profile.nbytes]
+        if not fitting:
+            return None
+        found = min(reversed(fitting), key=lambda known: _spread(known.ratios(sizes[:_COMPARED])))
+        self._known.remove(found)
+        self._known.append(found)
+        ratio = found.ratios(sizes)[0]
+        return found, 1.0 if abs(ratio - 1) < 0.01 else ceil(ratio * _GRID) / _GRID
+
+    def add(self, recording: Recording, seconds: Sequence[float]) -> Known:
+        """Takes a step over, and plans for it. Raises BudgetTooSmall."""
+        known = Known(recording.layers, recording.names, list(recording.blocks), recording.profile(seconds))
+        self.table(known, 1.0, strict=True)
+        self._known = [*self._known[1 - _KEPT :], known]
+        return known
+
+    def table(self, known: Known, ratio: float, *, strict: bool = False) -> Table:
+        """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
+        made = known.tables.get(ratio)
+        if made is None:
+            profile = known.profile if ratio == 1.0 else known.profile.scaled(ratio)
+            try:
+                first = self._plan(profile)
+            except BudgetTooSmall as error:
+                named = _named(error, known)
+                if strict:
+                    raise named from None
+                _log.warning("a step of %.2f times the recorded size may run out of memory: %s", ratio, named)
+                first = plan(profile, error.floor, self.link)
+            made = Table(profile, first, self._disk(profile, first), known.names, known.blocks)
+            known.tables[ratio] = made
+        return made
+
+    def same(self, recording: Recording) -> Known | None:
+        """The kind of steps that a recording is of, if there is one with the same events and sizes."""
+        sizes = [life.nbytes for life in recording.blocks.values()]
+        for known in self._known:
+            if known.names == recording.names and known.profile.nbytes == sizes:
+                return known
+        return None
+
+    def drift(self, known: Known, ratio: float, seconds: Sequence[float], out: float, back: float) -> None:
+        """Plans a kind of steps anew, by the times and rates of another one, if that changes the prediction.
+
+        seconds: of each position, for a step of this ratio. out, back: rates; 0 is not known.
+        """
+        tables, profile, link = known.tables, known.profile, self.link
+        mean = [(1 - _NEW) * old + _NEW * new / ratio for old, new in zip(profile.seconds, seconds, strict=True)]
+        known.profile = replace(profile, seconds=mean)
+        self.link = replace(link, out=out or link.out, back=back or link.back)
+        known.tables = {}
+        made = self.table(known, ratio)
+        before = tables[ratio].plan.seconds if ratio in tables else 0.0
+        if abs(made.plan.seconds - before) <= _CHANGE * before:
+            known.tables = tables
+        else:
+            for other in self._known:
+                if other is not known:
+                    other.tables.clear()
+
+    def forget_plans(self) -> None:
+        for known in self._known:
+            known.tables.clear()
+
+    def _plan(self, profile: Profile) -> Plan:
+        if self._slowdown is None:
+            return plan(profile, self.budget, self.link)
+        return least_memory(profile, self.budget, self.link, self._slowdown)
+
+    def _disk(self, profile: Profile, first: Plan) -> DiskPlan | None:
+        if self.link.drive is None or self._host_bytes is None:
+            return None
+        try:
+            return plan_disk(profile, first, self._host_bytes, self.link.drive)
+        except BudgetTooSmall as error:
+            _log.info("what is spilled is decided when the host is full: %s", error)
+            return None
+
+
+def least_memory(profile: Profile, budget: int, link: Link, slowdown: float) -> Plan:
+    """A plan with as little memory as a slowdown allows, and at most the budget. Raises BudgetTooSmall.
+
+    slowdown: the share of the step's compute time by which it may be longer. Where the budget itself is slower, it
+    is planned for.
+    """
+    best = plan(profile, budget, link)
+    allowed = sum(profile.seconds) * (1 + slowdown)
+    low, high = 0, best.peak
+    for _ in range(8):
+        middle = (low + high) // 2
+        try:
+            made = plan(profile, middle, link)
+        except BudgetTooSmall as error:
+            low = max(middle, error.floor - 1)
+            continue
+        if made.seconds <= allowed:
+            best, high = made, made.peak
+        else:
+            low = middle
+    return best
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    """How far ratios are apart; less than one in a hundred does not count."""
+    spread = max(ratios, default=1.0) / max(min(ratios, default=1.0), 1e-9) - 1
+    return spread if spread >= 0.01 else 0.0
+
+
+def _named(error: BudgetTooSmall, known: Known) -> BudgetTooSmall:
+    where = spoken(known.names[error.position])
+    return BudgetTooSmall(error.budget, error.floor, error.position, error.unmovable, where)

@@ -1,0 +1,127 @@
+"""Where a policy believes blocks to be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..base import Action, Fetch, Offload, Release, Reload, Spill
+
+
+class Place(Enum):
+    DEVICE = 0
+    LEAVING = 1
+    HOST = 2
+    DISK = 3
+
+
+_STEPS: dict[type[Action], tuple[Collection[Place], Place]] = {
+    Offload: ((Place.DEVICE,), Place.LEAVING),
+    Release: ((Place.LEAVING,), Place.HOST),
+    Reload: ((Place.LEAVING, Place.HOST, Place.DISK), Place.DEVICE),
+    Spill: ((Place.HOST,), Place.DISK),
+    Fetch: ((Place.DISK,), Place.HOST),
+}
+
+
+@dataclass
+class Residence:
+    """The blocks that are alive, by what was told and answered. A block that is on its way back is on the device.
+
+    resident: the bytes of those on the device; own: of these, the bytes of what the step that goes on has saved.
+    """
+
+    resident: int = 0
+    own: int = 0
+    _nbytes: dict[int, int] = field(default_factory=dict)
+    _places: dict[int, Place] = field(default_factory=dict)
+    _own: set[int] = field(default_factory=set)
+    # Of each place its blocks, those that came first in front.
+    _at: dict[Place, dict[int, None]] = field(default_factory=lambda: {place: {} for place in Place})
+
+    def begin_step(self) -> None:
+        self._own.clear()
+        self.own = 0
+
+    def save(self, blocks: Iterable[tuple[int, int]]) -> list[int]:
+        """Blocks are on the device. Of these, the keys of those that were leaving."""
+        again = []
+        for key, nbytes in blocks:
+            if key in self._nbytes:
+                if self._places[key] is Place.LEAVING:
+                    again.append(key)
+                self._move(key, Place.DEVICE)
+                continue
+            self._nbytes[key] = nbytes
+            self._own.add(key)
+            self._move(key, Place.DEVICE)
+        return again
+
+    def drop(self, key: int) -> None:
+        if key in self._nbytes:
+            self._move(key, None)
+            del self._nbytes[key]
+            self._own.discard(key)
+
+    def back(self, key: int) -> None:
+        """The block is brought back, whoever decided that. One that is leaving goes on leaving."""
+        if self._places.get(key) in (Place.HOST, Place.DISK):
+            self._move(key, Place.DEVICE)
+
+    def refused(self, action: Action) -> None:
+        """The action was not done."""
+        if isinstance(action, Reload) and self._places.get(action.key) is Place.DEVICE:
+            self._move(action.key, Place.HOST)
+        elif isinstance(action, Offload) and action.key in self._places:
+            self._move(action.key, Place.DEVICE)
+
+    def follow(self, actions: Sequence[Action]) -> list[Action]:
+        """Those of the actions that can be done where the blocks are, which are taken for done."""
+        done = []
+        for action in actions:
+            before, after = _STEPS[type(action)]
+            if self._places.get(action.key) in before:
+                self._move(action.key, after)
+                done.append(action)
+        return done
+
+    def free(self, nbytes: int, keep: Collection[int]) -> list[Action]:
+        """Gives up so many bytes of the device, if there are as many, beside those to keep.
+
+        What is leaving goes first, and then what has been there for the longest.
+        """
+        actions: list[Action] = []
+        for key in (*self._at[Place.LEAVING], *self._at[Place.DEVICE]):
+            if nbytes <= 0:
+                break
+            if key not in keep:
+                nbytes -= self._nbytes[key]
+                actions += self.follow([Offload(key), Release(key)])
+        return actions
+
+    def at(self, place: Place) -> Iterator[int]:
+        """The keys of the blocks there, those that came first in front."""
+        return iter(list(self._at[place]))
+
+    def nbytes(self, key: int) -> int:
+        return self._nbytes[key]
+
+    def place(self, key: int) -> Place | None:
+        return self._places.get(key)
+
+    def _move(self, key: int, to: Place | None) -> None:
+        before = self._places.pop(key, None)
+        change = self._nbytes[key] * (_on_device(to) - _on_device(before))
+        self.resident += change
+        if key in self._own:
+            self.own += change
+        if before is not None:
+            del self._at[before][key]
+        if to is not None:
+            self._places[key] = to
+            self._at[to][key] = None
+
+
+def _on_device(place: Place | None) -> bool:
+    return place is Place.DEVICE or place is Place.LEAVING

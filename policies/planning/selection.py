@@ -1,0 +1,135 @@
+"""Which blocks leave, and the last moment at which the memory of each must be given up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+
+from .moments import Moments
+
+
+@dataclass(frozen=True)
+class Selection:
+    """release: the moment of each block that leaves. back: the moment of each block by which it has room again.
+
+    over: bytes by which the budget is passed all the same.
+    """
+
+    release: dict[int, int]
+    back: list[int]
+    over: int
+
+
+class Selector:
+    """Goes through a step and lets blocks go where memory would pass the budget.
+
+    moments, backward: the step, and the moment at which the backward of each block's layer begins.
+    """
+
+    def __init__(self, moments: Moments, budget: int, backward: Sequence[int]) -> None:
+        self._moments = moments
+        self._excess = [full - budget for full in moments.full]
+        nbytes = moments.nbytes
+        # Last used first; of one layer the largest first, which is the fewest copies.
+        self._ranked = sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True)
+        self._ranked.sort(key=backward.__getitem__, reverse=True)
+        self._rank = [0] * len(nbytes)
+        for rank, b in enumerate(self._ranked):
+            self._rank[b] = rank
+        self._backward = backward
+        self._lower = _next_lower(moments.full)
+
+    def select(self, ready: Sequence[float], back: Sequence[int], stays: Collection[int] = ()) -> Selection:
+        """The blocks that leave.
+
+        ready: when each block's copy out would end, in seconds; back: the moment from which it shall take memory
+        again, that of its use or one before; stays: blocks that do not leave.
+
+        Of the blocks whose copy has ended, that one goes which is used last. Where there is none, the device waits
+        for the copy that ends first. Where there is none of these either, what shall be back comes later.
+        """
+        moments, rank, ranked = self._moments, self._rank, self._ranked
+        clock, nbytes, saved = moments.clock, moments.nbytes, moments.saved
+        back = list(back)
+        due = [0] * (len(moments) + 1)  # bytes that come back, by moment
+        young: list[tuple[float, int]] = []  # blocks by the end of their copy
+        ripe: list[int] = []  # ranks of the blocks whose copy has ended
+        early = _Early(moments.used)
+        release: dict[int, int] = {}
+        known = away = over = 0
+        for g, beyond in enumerate(self._excess):
+            away -= due[g]
+            excess = beyond - away
+            if excess <= 0:
+                continue
+            while known < len(saved) and saved[known] < g:
+                if known not in stays:
+                    heappush(young, (ready[known], known))
+                known += 1
+            now = clock[g]
+            while young and young[0][0] <= now:
+                heappush(ripe, rank[heappop(young)[1]])
+            while excess > 0:
+                if ripe:
+                    b = ranked[heappop(ripe)]
+                    if ripe and self._enough(excess, b, ranked[ripe[0]]):
+                        b = ranked[heapreplace(ripe, rank[b])]
+                elif young:
+                    _, b = heappop(young)
+                elif (last := early.last_used(g)) is not None:
+                    b = last
+                    back[b] = min(self._lower[g], moments.used[b])
+                else:
+                    break
+                if back[b] <= g:
+                    early.stay(b)
+                    continue
+                release.setdefault(b, g)
+                if back[b] < moments.used[b]:
+                    early.add(b, back[b])
+                due[back[b]] += nbytes[b]
+                away += nbytes[b]
+                excess -= nbytes[b]
+            if excess > over:
+                over = excess
+        return Selection(release, back, over)
+
+    def _enough(self, excess: int, b: int, smaller: int) -> bool:
+        """Whether a block of the same layer that is smaller does as well."""
+        return self._moments.nbytes[smaller] >= excess and self._backward[b] == self._backward[smaller]
+
+
+def _next_lower(values: Sequence[int]) -> list[int]:
+    """Of each place, the first after it with a lower value, or the end."""
+    lower = [len(values)] * len(values)
+    higher: list[int] = []
+    for place, value in enumerate(values):
+        while higher and values[higher[-1]] > value:
+            lower[higher.pop()] = place
+        higher.append(place)
+    return lower
+
+
+class _Early:
+    """The blocks that are to be back before their use, or to stay on the device from then on."""
+
+    def __init__(self, used: Sequence[int]) -> None:
+        self._used = used
+        self._coming: list[tuple[int, int]] = []
+        self._back: list[tuple[int, int]] = []
+
+    def add(self, b: int, back: int) -> None:
+        heappush(self._coming, (back, b))
+
+    def stay(self, b: int) -> None:
+        heappush(self._back, (-self._used[b], b))
+
+    def last_used(self, g: int) -> int | None:
+        """Takes out the one that is used last, of those that are back at moment g and not used yet."""
+        while self._coming and self._coming[0][0] <= g:
+            _, b = heappop(self._coming)
+            heappush(self._back, (-self._used[b], b))
+        if self._back and -self._back[0][0] > g:
+            return heappop(self._back)[1]
+        return None

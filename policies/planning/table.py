@@ -1,0 +1,76 @@
+"""A plan as answers to events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..base import Action, Fetch, Offload, Release, Reload, Spill
+from .disk import DiskPlan
+from .names import Name, StepNames
+from .plan import Plan
+from .profile import Profile
+
+Step = tuple[type[Action], Name]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What to answer at each event of a step, by the events' names.
+
+    returns: the blocks that leave, in the order in which they come back.
+    """
+
+    profile: Profile
+    plan: Plan
+    disk: DiskPlan | None
+    names: Sequence[Name]
+    blocks: Sequence[Name]
+    returns: Sequence[Name] = field(init=False)
+    _place: dict[Name, int] = field(init=False)
+    _steps: dict[Name, list[Step]] = field(init=False)
+    _position: dict[Name, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        steps: defaultdict[Name, list[Step]] = defaultdict(list)
+        profile, plan = self.profile, self.plan
+        in_order = sorted(plan.reload, key=lambda b: (plan.reload[b], profile.used[b]))
+        for b in sorted(plan.release):
+            steps[self.names[profile.saved[b]]].append((Offload, self.blocks[b]))
+        for b in sorted(plan.release, key=plan.release.__getitem__):
+            steps[self.names[plan.release[b]]].append((Release, self.blocks[b]))
+        if self.disk is not None:
+            for b in self.disk.spill:
+                steps[self.names[plan.release[b]]].append((Spill, self.blocks[b]))
+            for b, k in sorted(self.disk.fetch.items(), key=lambda item: plan.reload[item[0]]):
+                steps[self.names[k]].append((Fetch, self.blocks[b]))
+        for b in in_order:
+            if plan.reload[b] < profile.dropped[b]:
+                steps[self.names[plan.reload[b]]].append((Reload, self.blocks[b]))
+        object.__setattr__(self, "returns", [self.blocks[b] for b in in_order])
+        object.__setattr__(self, "_place", {block: i for i, block in enumerate(self.returns)})
+        object.__setattr__(self, "_steps", dict(steps))
+        object.__setattr__(self, "_position", {name: k for k, name in enumerate(self.names)})
+
+    def actions(self, event: Name, names: StepNames) -> list[Action]:
+        """The actions at an event, about the blocks of this step that are alive or were."""
+        steps = self._steps.get(event, ())
+        return [kind(key) for kind, block in steps if (key := names.key(block)) is not None]
+
+    def place(self, block: Name | None) -> int:
+        """Where it stands among `returns`; what does not leave by the plan comes last."""
+        return len(self.returns) if block is None else self._place.get(block, len(self.returns))
+
+    def following(self, block: Name, count: int) -> Sequence[Name]:
+        """The next to come back after a block."""
+        first = self.place(block) + 1
+        return self.returns[first : first + count]
+
+    def beside(self, event: Name) -> tuple[int, int] | None:
+        """The bytes beside blocks at the event, and the most until the next. None for an event without a plan."""
+        k = self._position.get(event)
+        if k is None:
+            return None
+        profile = self.profile
+        return (profile.standing[k] if profile.standing else 0), profile.unmovable[k]

@@ -1,0 +1,327 @@
+"""A device that does what a policy answers, as the manager's store does, without a device."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from tests.policies.simulated.steps import Allocate, Compute, Drop, Save, Step, Use
+from tiered_mem.policies import (
+    Action,
+    Dropped,
+    Event,
+    LayerBegin,
+    Memory,
+    Offload,
+    Policy,
+    Refused,
+    Release,
+    Reload,
+    Saved,
+    StepBegin,
+    StepEnd,
+    StepMeasured,
+    Used,
+)
+from tiered_mem.policies.planning import Link
+
+OUT, BACK = 0, 1
+
+
+class Place(Enum):
+    DEVICE, LEAVING, HOST, ARRIVING = range(4)
+
+
+class Queues:
+    """Copies in two directions, one after another in each, which slow each other down while both are busy.
+
+    noise: gives for each copy a factor for its time. busy: the seconds in which each direction had copies.
+    """
+
+    def __init__(self, link: Link, noise: Callable[[], float]) -> None:
+        self.link = link
+        self._noise = noise
+        self._now = 0.0
+        self._waiting: tuple[deque[list[float]], deque[list[float]]] = (deque(), deque())
+        self._ends: dict[int, float] = {}
+        self._count = itertools.count()
+        self.busy = [0.0, 0.0]
+        self.moved = [0, 0]
+
+    def start(self, direction: int, nbytes: int, now: float) -> int:
+        """Begins a copy as soon as those before it have ended. Its number."""
+        self._run(until=now)
+        copy = next(self._count)
+        rate = self._rates()[direction]
+        self.moved[direction] += nbytes
+        self._waiting[direction].append([(nbytes + self.link.latency * rate) * self._noise(), copy])
+        return copy
+
+    def end(self, copy: int) -> float:
+        """When a copy has ended, or will if no other one begins."""
+        while copy not in self._ends:
+            self._run()
+        return self._ends[copy]
+
+    def _rates(self) -> tuple[float, float]:
+        return self.link.out, self.link.back
+
+    def _run(self, until: float = float("inf")) -> None:
+        """Goes on to that time; without one, until the next copy ends."""
+        once = until == float("inf")
+        while self._now < until:
+            busy = [bool(queue) for queue in self._waiting]
+            if not any(busy):
+                self._now = until
+                return
+            share = self.link.both if all(busy) else 1.0
+            rates = [rate * share for rate in self._rates()]
+            first = min(queue[0][0] / rate for queue, rate in zip(self._waiting, rates, strict=True) if queue)
+            seconds = min(first, until - self._now)
+            self._now += seconds
+            for direction, (queue, rate) in enumerate(zip(self._waiting, rates, strict=True)):
+                if queue:
+                    self.busy[direction] += seconds
+                    queue[0][0] -= seconds * rate
+                    if queue[0][0] <= 1e-3:
+                        self._ends[int(queue.popleft()[1])] = self._now
+            if once:
+                return
+
+
+@dataclass
+class Outcome:
+    """What a step took. stalls: the seconds in which compute waited. on_demand: reloads that nobody advised.
+
+    copied: bytes out and back. log: all that was answered, with the events.
+    """
+
+    seconds: float = 0.0
+    stalls: float = 0.0
+    peak: int = 0
+    on_demand: int = 0
+    copied: tuple[int, int] = (0, 0)
+    log: list[tuple[Event, Sequence[Action]]] = field(default_factory=list)
+
+
+@dataclass
+class _Block:
+    nbytes: int
+    graph: int
+    layer: int
+    place: Place = Place.DEVICE
+    copy: int | None = None
+
+
+class Machine:
+    """Runs steps under a policy. Memory is counted when work is issued; time passes on three queues.
+
+    capacity: bytes of the device; an early reload beyond it is refused. host: bytes of the host tier.
+    noise: each time of compute and of copies is off by up to this share.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        link: Link,
+        *,
+        capacity: int | None = None,
+        host: int | None = None,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.policy = policy
+        self.link = link
+        self.blocks: dict[int, _Block] = {}
+        self._capacity = capacity
+        self._host = host
+        self._noise = noise
+        self._rng = random.Random(seed)
+        self._steps = itertools.count()
+        self._graphs = 0
+        self._keys = 0
+        self.level = 0  # bytes on the device
+        self.on_host = 0
+        self._peak = 0
+        self._begin()
+
+    @property
+    def asks(self) -> frozenset[type[Event]]:
+        return frozenset(getattr(self.policy, "asks", ()))
+
+    def run(self, step: Step, *, lost: Sequence[int] = ()) -> Outcome:
+        """Runs a step. lost: places in its code at which an instruction is left out, as after an exception.
+
+        What is alive at the end is told of in the next step, when it is dropped.
+        """
+        number = next(self._steps)
+        self._begin()
+        self._peak = self.level
+        measured = StepMeasured in self.asks
+        self._on_request(StepBegin(number))
+        self._positions.clear()
+        keys = range(self._keys, self._keys + len(step.blocks))
+        graphs = self._graphs
+        for place, each in enumerate(step.code):
+            if place in lost:
+                continue
+            match each:
+                case Compute(seconds, work):
+                    self._compute(seconds * self._factor(), work)
+                case Allocate(nbytes):
+                    self._allocate(nbytes)
+                case Save(block):
+                    saved = step.blocks[block]
+                    self._allocate(saved.nbytes)
+                    self.blocks[keys[block]] = _Block(saved.nbytes, graphs + saved.graph, saved.layer)
+                    self.tell(Saved(graphs + saved.graph, saved.layer, [(keys[block], saved.nbytes)]))
+                case Use(block):
+                    if keys[block] in self.blocks:
+                        self.use(keys[block])
+                case Drop(block):
+                    if keys[block] in self.blocks:
+                        self.drop(keys[block])
+                case _:
+                    self.tell(replace(each, graph=graphs + each.graph))
+        self._keys += len(step.blocks)
+        self._graphs += 1 + max((block.graph for block in step.blocks), default=0)
+        self._on_request(StepEnd(number))
+        self.outcome.seconds = self._now
+        self.outcome.copied = self._queues.moved[OUT], self._queues.moved[BACK]
+        if measured:
+            rates = [m / b if b else 0.0 for m, b in zip(self._queues.moved, self._queues.busy, strict=True)]
+            self._do(self.policy.decide(StepMeasured(number, self._positions, self.outcome.stalls, *rates)))
+        return self.outcome
+
+    def use(self, key: int) -> None:
+        """Backward asks for a block."""
+        block = self.blocks[key]
+        if Used in self.asks:
+            self.tell(Used(block.graph, block.layer, key))
+        if block.place is Place.HOST:
+            self.outcome.on_demand += 1
+            self._reload(key, block)
+        if block.place is Place.ARRIVING:
+            self._wait(block)
+            block.place = Place.DEVICE
+
+    def drop(self, key: int) -> None:
+        """Nobody needs a block any more."""
+        block = self.blocks.pop(key)
+        if block.place is not Place.HOST:
+            self.level -= block.nbytes
+        if block.place in (Place.HOST, Place.LEAVING):
+            self.on_host -= block.nbytes
+        self.tell(Dropped([key]))
+
+    def tell(self, event: Event) -> None:
+        """Tells the policy, and does what it answers."""
+        self._tell_memory()
+        self._positions.append(0.0)
+        answer = list(self.policy.decide(event))
+        self.outcome.log.append((event, answer))
+        self._do(answer)
+        self._peak = self.level
+
+    def _begin(self) -> None:
+        self.outcome = Outcome(peak=self.level)
+        self._queues = Queues(self.link, self._factor)
+        for block in self.blocks.values():  # copies of an earlier step have ended
+            block.copy = None
+            if block.place is Place.ARRIVING:
+                block.place = Place.DEVICE
+        self._now = 0.0
+        self._positions: list[float] = []
+
+    def _on_request(self, event: Event) -> None:
+        if type(event) in self.asks:
+            self._tell_memory()
+            self._do(self.policy.decide(event))
+            self._peak = self.level
+
+    def _tell_memory(self) -> None:
+        if Memory in self.asks:
+            self.policy.decide(Memory(self.level, max(self._peak, self.level)))
+
+    def _do(self, answer: Sequence[Action]) -> None:
+        for kind, group in itertools.groupby(answer, type):
+            keys = [action.key for action in group if action.key in self.blocks]
+            if kind is Offload:
+                self._offload(keys)
+            elif kind is Release:
+                for key in keys:
+                    self._release(self.blocks[key])
+            elif kind is Reload:
+                for key in keys:
+                    block = self.blocks[key]
+                    if self._capacity is not None and self.level + block.nbytes > self._capacity:
+                        self._refuse(Reload(key))
+                    else:
+                        self._reload(key, block)
+
+    def _offload(self, keys: Sequence[int]) -> None:
+        """What leaves together is one copy."""
+        going = []
+        for key in keys:
+            block = self.blocks[key]
+            if block.place is Place.DEVICE:
+                if self._host is not None and self.on_host + block.nbytes > self._host:
+                    self._refuse(Offload(key))
+                    continue
+                going.append(block)
+                self.on_host += block.nbytes
+        if going:
+            copy = self._queues.start(OUT, sum(block.nbytes for block in going), self._now)
+            for block in going:
+                block.place, block.copy = Place.LEAVING, copy
+
+    def _release(self, block: _Block) -> None:
+        if block.place is Place.LEAVING:
+            self._wait(block)
+            block.place = Place.HOST
+            self.level -= block.nbytes
+
+    def _reload(self, key: int, block: _Block) -> None:
+        if block.place is Place.LEAVING:
+            block.place = Place.DEVICE
+            self.on_host -= block.nbytes
+        elif block.place is Place.HOST:
+            self._allocate(block.nbytes)
+            self.on_host -= block.nbytes
+            block.place, block.copy = Place.ARRIVING, self._queues.start(BACK, block.nbytes, self._now)
+
+    def _refuse(self, action: Action) -> None:
+        if Refused in self.asks:
+            self._do(self.policy.decide(Refused(action)))
+
+    def _wait(self, block: _Block) -> None:
+        """Compute waits for the block's copy."""
+        if block.copy is not None:
+            stall = self._queues.end(block.copy) - self._now
+            if stall > 0:
+                self.outcome.stalls += stall
+                self._now += stall
+
+    def _compute(self, seconds: float, work: int) -> None:
+        self._allocate(work)
+        self._allocate(-work)
+        self._now += seconds
+        if self._positions:
+            self._positions[-1] += seconds
+
+    def _allocate(self, nbytes: int) -> None:
+        self.level += nbytes
+        self._peak = max(self._peak, self.level)
+        self.outcome.peak = max(self.outcome.peak, self.level)
+
+    def _factor(self) -> float:
+        return 1 + self._rng.uniform(-self._noise, self._noise) if self._noise else 1.0
+
+
+def backwards(step: Step) -> list[int]:
+    """The places in a step's code at which the backward of a layer begins."""
+    return [place for place, each in enumerate(step.code) if isinstance(each, LayerBegin) and each.backward]
