@@ -69,5 +69,5 @@ _NAMED: dict[str, Callable[[], Policy]] = {"layer-order": LayerOrderPolicy, "lru
 def policy_by_name(name: str) -> Policy:
     """A policy with its default arguments. Raises ValueError for an unknown name."""
     if name not in _NAMED:
-        raise ValueError(f"unknown policy {name!r}; known are {', '.join(map(repr, _NAMED))}")
+        raise ValueError(f"unknown policy {name!r}; known are 'auto', {', '.join(map(repr, _NAMED))}")
     return _NAMED[name]()

@@ -126,11 +126,28 @@ class Device:
 
     def below_peak(self) -> int:
         """The bytes of device memory that can be allocated without a new peak. 0 on the cpu."""
+        allocated, peak = self.allocated_and_peak()
+        return peak - allocated
+
+    def reset_peak(self) -> None:
+        """The peak that torch tells of device memory begins anew."""
+        if self._module is not None:
+            self._module.reset_peak_memory_stats(self._number)
+
+    def usable_and_total(self) -> tuple[int, int]:
+        """The bytes of the device that this process has or could have, and all that there are. 0 on the cpu."""
         if self._module is None:
-            return 0
+            return 0, 0
+        free, total = self._module.mem_get_info(self._number)
+        return int(free) + int(self._module.memory_reserved(self._number)), int(total)
+
+    def allocated_and_peak(self) -> tuple[int, int]:
+        """The bytes of device memory that tensors have, and the most since the last reset. 0 on the cpu."""
+        if self._module is None:
+            return 0, 0
         # max_memory_allocated() takes half a millisecond and leaves work for the garbage collector.
         allocated = self._module.memory_stats_as_nested_dict(self._number)["allocated_bytes"]["all"]
-        return int(allocated["peak"]) - int(allocated["current"])
+        return int(allocated["current"]), int(allocated["peak"])
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
+from typing import cast
 
 import torch
 
@@ -22,8 +23,10 @@ from .activations.model_layers import repeated_blocks
 from .activations.movable import Movable, Stayed
 from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
+from .activations.step_watch import StepWatch
 from .allocators.base import HostPool
 from .arguments import instance, whole_number, with_methods, yes_or_no
+from .automatic import planned_policy
 from .device import Device
 from .errors import DeviceFailed
 from .host_budget import HostBytes
@@ -32,7 +35,7 @@ from .interrupts import Interrupts, uninterrupted
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, ManualPolicy, Policy, policy_by_name
+from .policies import Action, ManualPolicy, PlannedPolicy, Policy, policy_by_name
 from .report import flatten, summary
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
@@ -48,7 +51,10 @@ _log = logging.getLogger("tiered_mem.manager")
 class TieringManager:
     """Moves blocks between the device and host memory while a model trains.
 
-    policy: a Policy, or the name of one ("layer-order", "lru").
+    policy: a Policy, or the name of one ("layer-order", "lru"). "auto" keeps all device memory below device_budget
+        and plans for the least waiting, by what it sees of the first step. It measures the link when it is made.
+    device_budget: with "auto", the bytes of the device for everything, such as "60GiB"; None is what there is, less
+        4 % for fragments. slowdown: how much longer a step may take, as 0.05, where that saves memory.
     device: "npu", "cuda" or "cpu", with or without an index; None is the accelerator that there is.
     host_bytes: the most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for that
         share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits,
@@ -88,6 +94,8 @@ class TieringManager:
         self,
         *,
         policy: Policy | str,
+        device_budget: int | str | None = None,
+        slowdown: float | None = None,
         device: str | torch.device | None = None,
         host_bytes: HostBytes = None,
         pin: bool | str = True,
@@ -106,8 +114,11 @@ class TieringManager:
             self._interrupts = Interrupts()
             self._interrupts.watch()
             undo.callback(self._interrupts.close)
-            self._policy = policy_by_name(policy) if isinstance(policy, str) else policy
-            with_methods("policy", self._policy, ("check", "decide"))
+            if policy != "auto" and (device_budget, slowdown) != (None, None):
+                raise ValueError("device_budget and slowdown are for policy='auto'")
+            made = policy_by_name(policy) if isinstance(policy, str) and policy != "auto" else policy
+            if policy != "auto":
+                with_methods("policy", made, ("check", "decide"))
             yes_or_no("trace", trace)
             if transfer_stream is not None:
                 instance("transfer_stream", transfer_stream, torch.Stream)
@@ -117,6 +128,9 @@ class TieringManager:
                 undo.callback(self._disk.close)
             self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
             undo.callback(self._host.drop)
+            if policy == "auto":
+                made = planned_policy(self.device, device_budget, slowdown, self._host.pool_stats().capacity)
+            self._policy = cast(Policy, made)
             self._trace = Trace(self.device) if trace else None
             if self._trace is not None and self._disk is not None:
                 self._disk.watch(self._trace.file_moved)
@@ -134,6 +148,7 @@ class TieringManager:
                 self._turn,
                 self._policy,
                 self._store,
+                StepWatch(self.device, self._engine, self._store.blocks),
                 spiller=spiller,
                 trace=self._trace,
                 before=self._phases.free,
@@ -304,7 +319,7 @@ class TieringManager:
                 f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
                 f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
             )
-        stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy))
+        stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy | PlannedPolicy))
         return Movable(self.device, layers, stayed, others=others, min_bytes=nbytes, min_elements=min_elements)
 
     @uninterrupted

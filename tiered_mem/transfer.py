@@ -20,12 +20,12 @@ class TransferEngine:
     slots until the copy has ended, or until a stream that uses them next waits for it.
 
     stream: one stream for both directions, in place of two of the engine's own.
-    trace: is told of the copies, and of who waits for them.
+    trace: is told of the copies, and of who waits for them. It may be exchanged.
     """
 
     def __init__(self, device: Device, stream: Stream | None = None, trace: Trace | None = None) -> None:
         self._device = device
-        self._trace = trace
+        self.trace = trace
         self._to_host = stream or device.new_stream()
         self._to_device = stream or device.new_stream()
 
@@ -74,12 +74,12 @@ class TransferEngine:
     def _copy(self, direction: Direction, stream: Stream, to: list[torch.Tensor], of: list[torch.Tensor]) -> Ticket:
         """Copies to each tensor, in order on `stream`, which is current, that of the same place in `of`."""
         # One call for all costs the host less than a copy_ for each.
-        if self._trace is None:
+        if self.trace is None:
             torch._foreach_copy_(to, of, non_blocking=True)
             return Ticket(stream.record_event(), self._device)
-        with self._trace.copying(direction, stream, sum(each.nbytes for each in to), len(to)) as group:
+        with self.trace.copying(direction, stream, sum(each.nbytes for each in to), len(to)) as group:
             torch._foreach_copy_(to, of, non_blocking=True)
-        return Ticket(group.ended, self._device, self._trace)
+        return Ticket(group.ended, self._device, self.trace)
 
     def synchronize(self) -> None:
         """Waits on the host for every copy that was started."""

@@ -20,19 +20,25 @@ from ..policies import (
     HostPressure,
     LayerBegin,
     LayerEnd,
+    Memory,
     Offload,
+    OnRequest,
     Policy,
+    Refused,
     Release,
     Reload,
     Saved,
     Spill,
+    StepMeasured,
+    Used,
 )
 from ..trace.recorder import Trace
 from ..turn import Turn
-from .block import Block, View
+from .block import Block, Place, View
 from .block_store import BlockStore
 from .movable import Stayed
 from .spiller import Spiller
+from .step_watch import StepWatch
 
 # Saved and dropped blocks are told together, when so many bytes of them have come.
 _GATHERED_BYTES = 64 << 20
@@ -50,6 +56,7 @@ class Activations:
         turn: Turn[Block],
         policy: Policy,
         store: BlockStore,
+        watch: StepWatch,
         *,
         spiller: Spiller | None,
         trace: Trace | None,
@@ -57,7 +64,7 @@ class Activations:
         after: Callable[[], None],
     ) -> None:
         self._turn = turn
-        self._actions = PolicyActions(policy, store)
+        self._actions = PolicyActions(policy, store, watch)
         self._store = store
         self._blocks = store.blocks
         self._spiller = spiller
@@ -108,6 +115,7 @@ class Activations:
             if (graph, layer) != self._actions.saver:
                 self._actions.saves_come_from(graph, layer)
             block, view = self._blocks.save(tensor)
+            block.saver = self._actions.saver
             if self._traced is not None and view.number == 0:
                 self._traced.saved(graph, layer, block.nbytes)
             if self._blocks.saved_bytes >= self._actions.enough:
@@ -132,6 +140,8 @@ class Activations:
                 self._store.poll()
             if self._blocks.ended_bytes >= self._actions.enough:
                 self._actions.tell_news()
+            if self._actions.tells_uses:
+                self._actions.tell(Used(*block.saver, block.key))
             return self._store.load(block, view)
         finally:
             self._turn.give()
@@ -180,9 +190,11 @@ class PolicyActions:
     enough: so many bytes of blocks, saved or ended, the policy is told of before the next event.
     """
 
-    def __init__(self, policy: Policy, store: BlockStore) -> None:
+    def __init__(self, policy: Policy, store: BlockStore, watch: StepWatch) -> None:
         self._policy = policy
         self._blocks = store.blocks
+        self._watch = watch if hasattr(policy, "asks") else None
+        self.tells_uses = Used in getattr(policy, "asks", ())
         self._do: dict[type[Any], Callable[[Sequence[Block]], None]] = {
             Offload: store.offload,
             Release: store.release,
@@ -194,9 +206,9 @@ class PolicyActions:
         self.saver = (0, 0)
 
     def tell(self, event: Event) -> None:
-        """Tells the policy, and does what it answers."""
+        """Tells the policy, with the news before it, and does what it answers."""
         self.tell_news()
-        self.act(self._policy.decide(event))
+        self._tell(event)
 
     def saves_come_from(self, graph: int, layer: int) -> None:
         """Another layer is about to save blocks."""
@@ -206,9 +218,9 @@ class PolicyActions:
     def tell_news(self) -> None:
         """Tells the policy of the blocks that were saved and that have ended since it last heard of any."""
         if self._blocks.saved:
-            self.act(self._policy.decide(Saved(*self.saver, self._blocks.take_saved())))
+            self._tell(Saved(*self.saver, self._blocks.take_saved()))
         if self._blocks.ended:
-            self.act(self._policy.decide(Dropped(self._blocks.take_ended())))
+            self._tell(Dropped(self._blocks.take_ended()))
 
     def act(self, answer: Iterable[Action]) -> None:
         """Does what a policy has answered, or could have. Raises PolicyError before anything is done."""
@@ -218,11 +230,34 @@ class PolicyActions:
         for kind, group in itertools.groupby(checked(self._policy, answer), type):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             keys = dict.fromkeys(map(_key, group))
-            self._do[kind]([block for block in map(find, keys) if block is not None])
+            blocks = [block for block in map(find, keys) if block is not None]
+            self._do[kind](blocks)
+            if self._watch is not None:
+                self._tell_refused(kind, blocks)
+
+    def _tell(self, event: Event) -> None:
+        if self._watch is None:
+            self.act(self._policy.decide(event))
+            return
+        for each in (*self._watch.before(event), event):
+            asks = self._policy.asks  # type: ignore[attr-defined]
+            self._watch.note(each, asks)
+            if type(each) in _ON_REQUEST and type(each) not in asks:
+                continue
+            if Memory in asks and not isinstance(each, StepMeasured):
+                self.act(self._policy.decide(self._watch.memory()))
+            self.act(self._policy.decide(each))
+
+    def _tell_refused(self, kind: type[Action], blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            refused = block.place is Place.HOST if kind is Reload else block.no_room if kind is Offload else False
+            if refused and Refused in self._policy.asks:  # type: ignore[attr-defined]
+                self.act(self._policy.decide(Refused(kind(block.key))))
 
 
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
+_ON_REQUEST = frozenset(get_args(OnRequest))
 
 
 def checked(policy: Policy, answer: object) -> list[Action]:

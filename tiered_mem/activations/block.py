@@ -57,11 +57,13 @@ class Block:
     chosen, due: a copy to the host is about to begin, and the device memory is to be given up as soon as it has.
     offloaded, left: a copy to the host was begun, the device memory was given up, at least once.
     no_room: it was to be offloaded, and the host tier had no room.
+    saver: the graph and the layer that saved it last.
     """
 
     __slots__ = (
         *("key", "span", "nbytes", "form", "formed", "tensor", "stream", "host", "ticket", "stored", "move"),
         *("unwanted", "place", "versions", "holders", "changed", "chosen", "due", "offloaded", "left", "no_room"),
+        "saver",
     )
 
     def __init__(self, key: int, span: Span, form: Form | None, tensor: torch.Tensor, stream: Stream) -> None:
@@ -80,6 +82,7 @@ class Block:
         self.place = Place.DEVICE
         self.versions: list[tuple[torch.Tensor, int]] = []
         self.holders = 0
+        self.saver = (0, 0)
         self.changed = self.chosen = self.due = self.offloaded = self.left = self.no_room = False
 
     def unchanged(self) -> bool:

@@ -35,7 +35,7 @@ from .inspect import ask
 from .output import byte_bar, console, plain, table, write_json
 
 if TYPE_CHECKING:
-    from .link import Link
+    from ..measured_link import MeasuredLink
 
 _ROUNDS = 3
 _RECORD_BYTES = 16 << 20
@@ -93,12 +93,12 @@ def run(options: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def _link(asked: str | None) -> tuple[Link | None, str, dict[str, str]]:
+def _link(asked: str | None) -> tuple[MeasuredLink | None, str, dict[str, str]]:
     """The link, or None and the reason; and the errors of torch's backends that do not load, by name."""
     if asked == "cpu":
         return None, "it was not asked for", {}
     broken = _import_torch()
-    from .link import link_to  # it needs torch, which nothing else of the command line does
+    from ..measured_link import link_to  # it needs torch, which nothing else of the command line does
 
     return *link_to(asked), broken
 
@@ -214,7 +214,7 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _show(link: Link | None, why: str, drive: Drive, title: str, screen: Console) -> None:
+def _show(link: MeasuredLink | None, why: str, drive: Drive, title: str, screen: Console) -> None:
     if link is None:
         screen.print(f"The link to a device was not measured: {why}.")
     else:

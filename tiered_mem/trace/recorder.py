@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from .timeline import (
     FileMove,
     HostWait,
     Layer,
+    Mark,
     Save,
     TraceRecord,
     Wait,
@@ -44,9 +45,13 @@ class Trace:
         counts all that were ever made. Raises ValueError below 1.
     pending: the number of records besides that the device may be behind. Where it is farther behind, recording
         waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
+    aligned: what the host and the files do is on the device's axis of time, for which the host waits once for it.
+    observers: called with each record once its time is known, in their order, but with those of host and files.
     """
 
-    def __init__(self, device: Device, *, limit: int = 100_000, pending: int = 10_000) -> None:
+    def __init__(
+        self, device: Device, *, limit: int = 100_000, pending: int = 10_000, aligned: bool = True
+    ) -> None:
         if min(limit, pending) < 1:
             raise ValueError(f"a trace must keep at least 1 record, not {min(limit, pending)}")
         self._device = device
@@ -63,8 +68,10 @@ class Trace:
         self._files_lock = threading.Lock()
         self._files: deque[FileMove] = deque(maxlen=limit)
         self._moved: dict[FileKind, Total] = {"write": Total(), "read": Total()}
+        self.observers: list[Callable[[TraceRecord], None]] = []
         event = device.timed_event(device.current_stream())
-        event.synchronize()
+        if aligned:
+            event.synchronize()
         self._host_base = time.perf_counter()
         self._base = _Base(event, 0.0)
 
@@ -86,6 +93,11 @@ class Trace:
         layer, backward = self._layer
         if layer is not None and backward:
             self.layer_ends(self._graph, layer, backward=True)
+
+    def mark(self) -> None:
+        """The program is at a place of which an observer wants to know the time. It is not kept."""
+        stream = self._device.current_stream()
+        self._add(Mark(stream.stream_id), stream)
 
     def saved(self, graph: int, layer: int, nbytes: int) -> None:
         """A block of that size was taken over from a layer."""
@@ -158,14 +170,18 @@ class Trace:
 
     # Events become times in the order in which they were recorded.
 
+    def poll(self) -> None:
+        """Looks which records have a time by now."""
+        while self._pending and self._pending[0].events[-1].query():
+            self._time_first()
+
     def _add(self, record: TraceRecord, stream: Stream) -> None:
         self._make_room()
         self._put(_Pending(record, self._base, (self._device.timed_event(stream),)))
 
     def _put(self, pending: _Pending) -> None:
         self._pending.append(pending)
-        while self._pending and self._pending[0].events[-1].query():
-            self._time_first()
+        self.poll()
 
     def _make_room(self) -> None:
         self._wait_until_pending(self._most_pending - 1)
@@ -186,6 +202,10 @@ class Trace:
 
     def _keep(self, record: TraceRecord, times: tuple[float, ...]) -> None:
         record.times = times
+        for observe in self.observers:
+            observe(record)
+        if isinstance(record, Mark):
+            return
         self._records.append(record)
         self._timed += 1
         match record:

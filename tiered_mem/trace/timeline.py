@@ -49,6 +49,13 @@ class Save(TraceRecord):
 
 
 @dataclass(slots=True, eq=False)
+class Mark(TraceRecord):
+    """A place in the program that is in no chart."""
+
+    stream: int
+
+
+@dataclass(slots=True, eq=False)
 class Copy(TraceRecord):
     """A group of copies, from when the first may begin to when the last has ended."""
 

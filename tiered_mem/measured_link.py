@@ -1,4 +1,4 @@
-"""The speed of copies between a device and a slab of host memory. It needs torch, as no other file here does."""
+"""The speed of copies between a device and a slab of host memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..device import Device, Stream, default_device
-from ..errors import DeviceUnavailable
-from ..host_tier import bytes_of, is_pinned
-from ..tiers import chosen_pool, numa_node
+from .device import Device, Stream, default_device
+from .errors import DeviceUnavailable
+from .host_tier import bytes_of, is_pinned
+from .tiers import chosen_pool, numa_node
 
 _BYTES = 64 << 20
 _COPIES, _ROUNDS = 2, 7
@@ -19,7 +19,7 @@ _ALIGNMENTS = [1 << bits for bits in range(31)]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """A measured link. Speeds are in 1e9 bytes per second.
 
     device: its name. numa_node: where it is attached; None where that is not known. pin: the source of the host
@@ -37,7 +37,7 @@ class Link:
     both: float
 
 
-def link_to(asked: str | None) -> tuple[Link | None, str]:
+def link_to(asked: str | None) -> tuple[MeasuredLink | None, str]:
     """The link to the device `asked`, by default to torch's accelerator; or None and the reason.
 
     Raises ValueError for an unknown kind, DeviceUnavailable where `asked` is not on this machine, and PinningFailed
@@ -55,12 +55,12 @@ def link_to(asked: str | None) -> tuple[Link | None, str]:
         except (DeviceUnavailable, ValueError) as error:
             return None, str(error)
     try:
-        return _measured(device), ""
+        return measured(device), ""
     except torch.OutOfMemoryError as error:
         return None, f"the device has no 128 MiB left: {error}".splitlines()[0]
 
 
-def _measured(device: Device) -> Link:
+def measured(device: Device) -> MeasuredLink:
     """Copies 64 MiB at a time, about 40 times. Takes 128 MiB of the device and of the host."""
     on_device = torch.zeros(2 * _BYTES, dtype=torch.uint8, device=device.torch_device)
     pin, pool = chosen_pool(device, 2 * _BYTES, "try", preallocate=True)
@@ -73,7 +73,7 @@ def _measured(device: Device) -> Link:
         up = (device.new_stream(), on_device[_BYTES:], on_host[_BYTES : 2 * _BYTES])
         rounds = [[_speed(device, copies) for copies in ([up], [down], [up, down])] for _ in range(_ROUNDS + 1)]
         to_device, from_device, both = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
-        link = Link(
+        link = MeasuredLink(
             device=str(torch.get_device_module(device.kind).get_device_name(device.torch_device)),
             numa_node=numa_node(device),
             pin=pin,

@@ -1,0 +1,113 @@
+"""How long the steps of a training take on the device, from position to position."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from ..device import Device
+from ..policies import StepMeasured
+from .recorder import Trace
+from .timeline import Copy, Direction, Mark, TraceRecord, Wait
+
+_MOST_PENDING = 1_000_000  # nobody waits for a measurement
+
+
+class Traced(Protocol):
+    """What copies, and tells a trace of it."""
+
+    trace: Trace | None
+
+
+class StepMeter:
+    """Measures steps that are marked position by position. No call waits for the device.
+
+    While a step is measured, the engine has a trace, if it has none of its own.
+    """
+
+    def __init__(self, device: Device, engine: Traced) -> None:
+        self._device = device
+        self._engine = engine
+        self._now: _Times | None = None
+        self._ended: deque[_Times] = deque()
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a step is measured now."""
+        return self._now is not None
+
+    def begin(self, step: int) -> None:
+        """The step is to be measured."""
+        own = self._engine.trace is None
+        trace = self._engine.trace or Trace(self._device, limit=1, pending=_MOST_PENDING, aligned=False)
+        self._engine.trace = trace
+        self._now = _Times(step, trace, own=own)
+
+    def position(self) -> None:
+        """The step that is measured, if one is, has come to its next position."""
+        if self._now is not None:
+            self._now.position()
+
+    def end(self) -> None:
+        """The step is over."""
+        times, self._now = self._now, None
+        if times is not None:
+            times.position()
+            times.over = True
+            self._ended.append(times)
+            if times.own:
+                self._engine.trace = None
+
+    def measured(self) -> StepMeasured | None:
+        """The oldest step that has been measured and not been told."""
+        if self._ended:
+            self._ended[0].trace.poll()
+            if self._ended[0].complete:
+                return self._ended.popleft().told()
+        return None
+
+
+class _Times:
+    """One step: its positions, the last of which is its end, and what there was between them."""
+
+    def __init__(self, step: int, trace: Trace, *, own: bool) -> None:
+        self.trace = trace
+        self.own = own
+        self.over = False
+        self._step = step
+        self._positions = 0
+        self._at: list[float] = []
+        self._stalls: list[float] = []
+        self._seconds: dict[Direction, float] = {"offload": 0.0, "reload": 0.0}
+        self._nbytes: dict[Direction, int] = {"offload": 0, "reload": 0}
+        trace.observers.append(self._see)
+
+    def position(self) -> None:
+        self._positions += 1
+        self.trace.mark()
+
+    @property
+    def complete(self) -> bool:
+        return len(self._at) == self._positions
+
+    def told(self) -> StepMeasured:
+        self.trace.observers.remove(self._see)
+        compute = [
+            max(0.0, end - begin - stall)
+            for begin, end, stall in zip(self._at, self._at[1:], self._stalls, strict=False)
+        ]
+        rates = [self._nbytes[way] / seconds if seconds > 0 else 0.0 for way, seconds in self._seconds.items()]
+        return StepMeasured(self._step, compute, sum(self._stalls), *rates)
+
+    def _see(self, record: TraceRecord) -> None:
+        if self.over and self.complete:
+            return  # a trace of the manager goes on
+        match record:
+            case Mark():
+                self._at.append(record.times[0])
+                self._stalls.append(0.0)
+            case Wait() if self._stalls:
+                self._stalls[-1] += record.stall
+            case Copy(direction, nbytes):
+                self._seconds[direction] += record.seconds
+                self._nbytes[direction] += nbytes
