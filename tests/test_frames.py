@@ -104,12 +104,12 @@ def passing(device: str) -> Iterator[Pass]:
 
 def test_a_tensor_on_its_own(passing: Pass) -> None:
     passing.run_apart()
-    assert len(passing.pack) <= 10, passing.pack
-    assert len(passing.unpack.names) <= 8, passing.unpack.names
+    assert len(passing.pack) <= 8, passing.pack
+    assert len(passing.unpack.names) <= 5, passing.unpack.names
     assert len(passing.drop.names) <= 5, passing.drop.names
 
 
 def test_a_round_trip(passing: Pass) -> None:
     """With its share of what is done for a layer."""
     passing.run()
-    assert len(passing.frames.names) <= 50 * TENSORS * LAYERS
+    assert len(passing.frames.names) <= 45 * TENSORS * LAYERS
