@@ -94,10 +94,10 @@ class Trace:
         if layer is not None and backward:
             self.layer_ends(self._graph, layer, backward=True)
 
-    def mark(self) -> None:
+    def mark(self, of: object) -> None:
         """The program is at a place of which an observer wants to know the time. It is not kept."""
         stream = self._device.current_stream()
-        self._add(Mark(stream.stream_id), stream)
+        self._add(Mark(stream.stream_id, of), stream)
 
     def saved(self, graph: int, layer: int, nbytes: int) -> None:
         """A block of that size was taken over from a layer."""

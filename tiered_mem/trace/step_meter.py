@@ -84,7 +84,7 @@ class _Times:
 
     def position(self) -> None:
         self._positions += 1
-        self.trace.mark()
+        self.trace.mark(self)
 
     @property
     def complete(self) -> bool:
@@ -100,13 +100,13 @@ class _Times:
         return StepMeasured(self._step, compute, sum(self._stalls), *rates)
 
     def _see(self, record: TraceRecord) -> None:
-        if self.over and self.complete:
-            return  # a trace of the manager goes on
+        if isinstance(record, Mark) and record.of is self:
+            self._at.append(record.times[0])
+            self._stalls.append(0.0)
+        if not self._at or (self.over and self.complete):
+            return  # a trace of the user's goes on
         match record:
-            case Mark():
-                self._at.append(record.times[0])
-                self._stalls.append(0.0)
-            case Wait() if self._stalls:
+            case Wait():
                 self._stalls[-1] += record.stall
             case Copy(direction, nbytes):
                 self._seconds[direction] += record.seconds

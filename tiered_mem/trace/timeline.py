@@ -50,9 +50,10 @@ class Save(TraceRecord):
 
 @dataclass(slots=True, eq=False)
 class Mark(TraceRecord):
-    """A place in the program that is in no chart."""
+    """A place in the program that is in no chart. of: whoever wants to know when that was."""
 
     stream: int
+    of: object
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,203 @@
+"""What policies are told of steps, uses and device memory, if they ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.models import stack
+from tiered_mem import TieringManager
+from tiered_mem.policies import (
+    Action,
+    Dropped,
+    Event,
+    ForwardBegin,
+    ForwardEnd,
+    LayerBegin,
+    LayerEnd,
+    LayerOrderPolicy,
+    Memory,
+    Refused,
+    Reload,
+    Saved,
+    StepBegin,
+    StepEnd,
+    StepMeasured,
+    Used,
+)
+
+BESIDE = (Memory, StepMeasured, Refused)
+
+
+class Listening(LayerOrderPolicy):
+    """The schedule of the first layers, and a list of all that was told."""
+
+    def __init__(self, offload: int, asks: Collection[type]) -> None:
+        super().__init__(offload)
+        self.asks = asks
+        self.told: list[Event] = []
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        self.told.append(event)
+        return () if isinstance(event, (Used, StepBegin, StepEnd, *BESIDE)) else super().decide(event)
+
+
+def told_in(policy: Listening, device: str, steps: int = 3, **arguments: object) -> list[Event]:
+    model, x = stack(3, device)
+    with (
+        TieringManager(policy=policy, device=device, host_bytes="16MiB", **arguments) as manager,  # type: ignore[arg-type]
+        manager.attach(model, min_bytes=1024),
+    ):
+        for _ in range(steps):
+            model(x).backward()
+            manager.synchronize()
+            if device != "cpu":
+                getattr(torch, device).synchronize()
+        manager.stats()  # tells of what was dropped last
+        told = list(policy.told)
+        with torch.no_grad():
+            model(x)
+        assert policy.told == told
+    return told
+
+
+def dropped(told: list[Event]) -> set[int]:
+    return {key for event in told if isinstance(event, Dropped) for key in event.keys}
+
+
+def test_a_step_lasts_until_the_next_one_begins(device: str) -> None:
+    told = told_in(Listening(2, {StepBegin, StepEnd}), device)
+    at = [(type(event), event.step) for event in told if isinstance(event, StepBegin | StepEnd)]
+    assert at == [(StepBegin, 0), (StepEnd, 0), (StepBegin, 1), (StepEnd, 1), (StepBegin, 2)]
+    for event, following in pairwise(told):
+        if isinstance(event, StepBegin):
+            assert isinstance(following, ForwardBegin)
+        if isinstance(event, StepEnd):
+            assert isinstance(following, StepBegin)
+    assert len({len(step) for step in by_step(told)[:2]}) == 1
+
+
+def by_step(told: list[Event]) -> list[list[Event]]:
+    steps: list[list[Event]] = []
+    for event in told:
+        if isinstance(event, StepBegin):
+            steps.append([])
+        elif steps and not isinstance(event, (StepEnd, *BESIDE)):
+            steps[-1].append(event)
+    return steps
+
+
+def test_each_use_is_told_of_the_layer_that_saved_it(device: str) -> None:
+    told = told_in(Listening(2, {Used}), device, steps=1)
+    saver = {
+        key: (event.graph, event.layer) for event in told if isinstance(event, Saved) for key, _ in event.blocks
+    }
+    used = [event for event in told if isinstance(event, Used)]
+    assert {event.key for event in used} == saver.keys()
+    assert all((event.graph, event.layer) == saver[event.key] for event in used)
+    for event in used:  # before it is dropped, and in its layer's backward
+        dropped = next(i for i, other in enumerate(told) if isinstance(other, Dropped) and event.key in other.keys)
+        begun = next(
+            i
+            for i, other in enumerate(told)
+            if isinstance(other, LayerBegin) and other.backward and other.layer == event.layer
+        )
+        assert begun < told.index(event) < dropped
+
+
+def test_who_asks_for_nothing_is_told_what_it_ever_was(device: str) -> None:
+    told = told_in(Listening(2, ()), device)
+    known = (ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, Saved)
+    assert all(isinstance(event, (*known, Dropped)) for event in told)
+    heard = told_in(Listening(2, {Used, Memory, StepBegin, StepEnd}), device)
+    assert [event for event in heard if type(event) in known] == [event for event in told if type(event) in known]
+    # The news of what was dropped comes before each event, and so in smaller pieces.
+    assert dropped(heard) == dropped(told)
+
+
+def test_memory_is_told_before_each_event(device: str, device_module: ModuleType) -> None:
+    told = told_in(Listening(2, {Memory}), device)
+    for event, following in pairwise(told):
+        assert isinstance(event, Memory) != isinstance(following, Memory)
+    memory = [event for event in told if isinstance(event, Memory)]
+    assert all(0 < event.device <= event.peak for event in memory)
+    assert max(event.peak for event in memory) <= device_module.max_memory_allocated()
+
+
+def test_a_measured_step_has_the_time_of_each_position(device: str) -> None:
+    everything = {Used, Memory, StepBegin, StepEnd, StepMeasured}
+    told = told_in(Listening(2, everything), device, steps=4)
+    measured = [event for event in told if isinstance(event, StepMeasured)]
+    assert [event.step for event in measured[:2]] == [0, 1]
+    for event in measured:
+        assert len(event.seconds) == len(by_step(told)[event.step])
+        assert min(event.seconds) >= 0
+        assert sum(event.seconds) > 0
+        assert event.stalls >= 0
+        if device != "cpu":
+            assert event.out > 0
+            assert event.back > 0
+
+
+def test_steps_are_measured_beside_a_trace_of_the_users(device: str) -> None:
+    told = told_in(Listening(2, {StepMeasured}), device, trace=True)
+    measured = [event for event in told if isinstance(event, StepMeasured)]
+    assert len(measured) == 2
+    assert all(sum(event.seconds) > 0 for event in measured)
+
+
+def test_torch_keeps_its_peak_in_steps_that_are_not_measured(device: str, device_module: ModuleType) -> None:
+    device_module.reset_peak_memory_stats()
+    large = torch.empty(32 << 20, dtype=torch.uint8, device=device)
+    del large
+    told_in(Listening(2, {Memory}), device)
+    assert device_module.max_memory_allocated() >= 32 << 20
+
+
+def test_a_reload_that_finds_the_device_full_is_told(device: str, device_module: Any) -> None:
+    class Early(Listening):
+        """Wants a block back while nothing is free."""
+
+        rest: ClassVar[list[torch.Tensor]] = []
+
+        def decide(self, event: Event) -> Sequence[Action]:
+            answer = super().decide(event)
+            if isinstance(event, ForwardEnd):
+                device_module.set_per_process_memory_fraction(1e-4)
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    while True:
+                        self.rest.append(torch.empty(1 << 18, dtype=torch.uint8, device=device))
+                return [*answer, Reload(self.first)]
+            if isinstance(event, Refused):
+                self.rest.clear()
+                device_module.set_per_process_memory_fraction(1.0)
+            return answer
+
+        @property
+        def first(self) -> int:
+            return next(each for each in self.told if isinstance(each, Saved)).blocks[0][0]
+
+    policy = Early(2, {Refused})
+    try:
+        told = told_in(policy, device, steps=1)
+    finally:
+        device_module.set_per_process_memory_fraction(1.0)
+    assert [event for event in told if isinstance(event, Refused)] == [Refused(Reload(policy.first))]
+
+
+def test_a_program_that_keeps_its_graphs_has_steps_that_end(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_mem.activations.step_watch._MOST_EVENTS", 50)
+    model, x = stack(3, device)
+    policy = Listening(2, {StepBegin, StepEnd})
+    with TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager:
+        manager.attach(model, min_bytes=1024)
+        kept = [model(x) for _ in range(12)]
+        begun = [event for event in policy.told if isinstance(event, StepBegin)]
+        assert 2 < len(begun) < 12
+        del kept
