@@ -168,12 +168,12 @@ def test_a_reload_that_finds_the_device_full_is_told(device: str, device_module:
 
         def decide(self, event: Event) -> Sequence[Action]:
             answer = super().decide(event)
-            if isinstance(event, ForwardEnd):
+            if isinstance(event, LayerBegin) and event.backward and event.layer == 2:
                 device_module.set_per_process_memory_fraction(1e-4)
                 with contextlib.suppress(torch.OutOfMemoryError):
                     while True:
                         self.rest.append(torch.empty(1 << 18, dtype=torch.uint8, device=device))
-                return [*answer, Reload(self.first)]
+                return [Reload(self.first)]
             if isinstance(event, Refused):
                 self.rest.clear()
                 device_module.set_per_process_memory_fraction(1.0)
