@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..base import Action, Fetch, Offload, Release, Reload, Spill
-from .disk import DiskPlan
 from .names import Name, StepNames
-from .plan import Plan
+from .plan import DiskPlan, Plan
 from .profile import Profile
 
 Step = tuple[type[Action], Name]
