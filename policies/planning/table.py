@@ -61,15 +61,18 @@ class Table:
         """Where it stands among `returns`; what does not leave by the plan comes last."""
         return len(self.returns) if block is None else self._place.get(block, len(self.returns))
 
-    def following(self, block: Name, count: int) -> Sequence[Name]:
+    def following(self, block: Name | None, count: int) -> Sequence[Name]:
         """The next to come back after a block."""
         first = self.place(block) + 1
         return self.returns[first : first + count]
 
-    def beside(self, event: Name) -> tuple[int, int] | None:
-        """The bytes beside blocks at the event, and the most until the next. None for an event without a plan."""
+    def beside(self, event: Name, others: int) -> int:
+        """The bytes beside blocks until the next event, where there are `others` now.
+
+        It is as much more than in the plan as it is now; for an event without a plan it stays as it is.
+        """
         k = self._position.get(event)
         if k is None:
-            return None
-        profile = self.profile
-        return (profile.standing[k] if profile.standing else 0), profile.unmovable[k]
+            return others
+        standing = self.profile.standing[k] if self.profile.standing else 0
+        return max(others, self.profile.unmovable[k] + others - standing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import replace
+from itertools import chain, pairwise
 
 import pytest
 
@@ -129,7 +130,9 @@ def test_a_budget_below_the_floor_names_the_event() -> None:
     step = gpt()
     step.code.insert(backwards(step)[2] + 1, Compute(1e-3, 600 * MIB))
     machine = Machine(PlannedPolicy(500 * MIB, LINK), LINK)
-    with pytest.raises(BudgetTooSmall, match=r"backward of layer 3 of graph 0.*600\.\d MiB|600.*layer 3") as caught:
+    with pytest.raises(
+        BudgetTooSmall, match=r"backward of layer 3 of graph 0, where 616\.0 MiB cannot move"
+    ) as caught:
         machine.run(step)
     assert caught.value.floor > 600 * MIB
 
@@ -167,8 +170,8 @@ def test_steps_with_other_events_are_recorded_and_the_last_four_kinds_are_kept()
     policy = PlannedPolicy(budget, LINK)
     machine = Machine(policy, LINK)
     for step in kinds:
-        machine.run(step)
-        outcome = machine.run(step)
+        for _ in range(3):  # nobody asked for the times of the first
+            outcome = machine.run(step)
         assert outcome.peak <= budget
         assert outcome.seconds == pytest.approx(best(step, budget), rel=5e-3)
     for step in kinds[1:]:
@@ -276,9 +279,9 @@ def test_a_backward_in_another_order() -> None:
     machine = Machine(policy, LINK)
     machine.run(step)
     places = [*backwards(step), len(step.code)]
-    parts = [step.code[a:z] for a, z in zip(places, places[1:], strict=False)]
+    parts = [step.code[a:z] for a, z in pairwise(places)]
     random.Random(1).shuffle(parts)
-    other = Step(step.blocks, step.code[: places[0]] + sum(parts, []))
+    other = Step(step.blocks, [*step.code[: places[0]], *chain.from_iterable(parts)])
     for _ in range(2):
         assert machine.run(other).peak <= budget + max(block.nbytes for block in step.blocks)
         assert machine.blocks == {}
@@ -304,7 +307,7 @@ def test_blocks_that_outlive_their_step_are_not_forgotten() -> None:
 def test_reloads_that_find_the_device_full_come_when_they_are_needed() -> None:
     step = gpt()
     policy, budget = planned(step)
-    machine = Machine(policy, LINK, capacity=budget - 64 * MIB)
+    machine = Machine(policy, LINK, capacity=budget // 2)
     for _ in range(4):
         assert machine.run(step).peak <= budget
     assert machine.outcome.on_demand > 0
@@ -360,9 +363,10 @@ def test_a_slowdown_saves_memory() -> None:
     step = gpt(layers=12)
     full = max(profile(step).moments.full)
     fastest = step.compute
+    slow = Link(20e9, 20e9)
     peaks = []
-    for slowdown in (0.0, 0.3, 1.0):
-        machine = Machine(PlannedPolicy(full, LINK, slowdown=slowdown), LINK)
+    for slowdown in (0.0, 0.1, 0.3):
+        machine = Machine(PlannedPolicy(full, slow, slowdown=slowdown), slow)
         machine.run(step)
         outcome = machine.run(step)
         peaks.append(outcome.peak)
