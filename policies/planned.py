@@ -27,6 +27,7 @@ from .base import (
 )
 from .lru import LRUPolicy
 from .planning.link import Link
+from .planning.names import Name
 from .planning.repertoire import Repertoire
 from .planning.residence import Place, Residence
 from .planning.step import StepUnderWay
@@ -155,34 +156,38 @@ class PlannedPolicy:
                 residence.drop(key)
         others = None if memory is None else memory.device - residence.own
         name = None if step is None else step.take(event, others)
+        # What is used now comes before all that is only due.
+        actions: list[Action] = []
         if isinstance(event, Used):
+            if residence.place(event.key) is not Place.LEAVING:
+                actions = residence.follow([Reload(event.key)])
             residence.use(event.key)
         if step is not None and isinstance(event, Saved) and step.undecided():
             self._choose(step)
         if step is None or step.table is None or name is None:
-            actions = residence.follow(self._learning(others).decide(event))
+            actions += residence.follow(self._learning(others).decide(event))
             return actions if others is None else actions + self._guard(others, step)
         advice = [*map(Offload, again), *step.table.actions(name, step.names)]
-        actions = residence.follow([each for each in advice if type(each) is not Reload])
+        actions += residence.follow([each for each in advice if type(each) is not Reload])
         step.returning += [each.key for each in advice if type(each) is Reload]
-        beside = 0
         if others is not None:
-            beside = step.table.beside(name, others)
-            actions += self._guard(beside, step)
-        return actions + self._bring_back(step, step.table, beside)
+            actions += self._guard(step.table.beside(name, others), step)
+        return actions + self._bring_back(step, step.table, name, others or 0)
 
-    def _bring_back(self, step: StepUnderWay, table: Table, beside: int) -> list[Action]:
+    def _bring_back(self, step: StepUnderWay, table: Table, event: Name, others: int) -> list[Action]:
         """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
         residence, names = self._residence, step.names
         actions: list[Action] = []
         while step.returning:
             key = step.returning[0]
-            away = residence.place(key) in (Place.HOST, Place.DISK)
-            if away and residence.own + beside + residence.nbytes(key) > self._budget:
-                break
+            block = names.block(key)
+            if residence.place(key) in (Place.HOST, Place.DISK):
+                own = residence.own + residence.nbytes(key)
+                if table.needed(event, block, own, others) > self._budget:
+                    break
             step.returning.popleft()
-            coming = table.following(names.block(key), _FETCHED_AHEAD) if residence.any_at(Place.DISK) else ()
-            fetched = [Fetch(other) for block in coming if (other := names.key(block)) is not None]
+            coming = table.following(block, _FETCHED_AHEAD) if residence.any_at(Place.DISK) else ()
+            fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
             actions += residence.follow([Reload(key), *fetched])
         return actions
 
