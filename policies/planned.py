@@ -156,17 +156,40 @@ class PlannedPolicy:
                 residence.drop(key)
         others = None if memory is None else memory.device - residence.own
         name = None if step is None else step.take(event, others)
+        # What is used now comes before all that is only due.
+        actions: list[Action] = []
         if isinstance(event, Used):
-            residence.back(event.key)
+            if residence.place(event.key) is not Place.LEAVING:
+                actions = residence.follow([Reload(event.key)])
+            residence.use(event.key)
         if step is not None and isinstance(event, Saved) and step.undecided():
             self._choose(step)
-        if step is not None and step.table is not None and name is not None:
-            advice = [*map(Offload, again), *step.table.actions(name, step.names)]
-            advice += self._fetches(step, step.table, advice)
-        else:
-            advice = list(self._learning(others).decide(event))
-        actions = residence.follow(advice)
-        return actions if others is None else [*actions, *self._guard(step, name, others)]
+        if step is None or step.table is None or name is None:
+            actions += residence.follow(self._learning(others).decide(event))
+            return actions if others is None else actions + self._guard(others, step)
+        advice = [*map(Offload, again), *step.table.actions(name, step.names)]
+        actions += residence.follow([each for each in advice if type(each) is not Reload])
+        step.returning += [each.key for each in advice if type(each) is Reload]
+        if others is not None:
+            actions += self._guard(step.table.beside(name, others), step)
+        return actions + self._bring_back(step, step.table, name, others or 0)
+
+    def _bring_back(self, step: StepUnderWay, table: Table, event: Name, others: int) -> list[Action]:
+        """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
+        residence, names = self._residence, step.names
+        actions: list[Action] = []
+        while step.returning:
+            key = step.returning[0]
+            block = names.block(key)
+            if residence.place(key) in (Place.HOST, Place.DISK):
+                own = residence.own + residence.nbytes(key)
+                if table.needed(event, block, own, others) > self._budget:
+                    break
+            step.returning.popleft()
+            coming = table.following(block, _FETCHED_AHEAD) if residence.any_at(Place.DISK) else ()
+            fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
+            actions += residence.follow([Reload(key), *fetched])
+        return actions
 
     def _choose(self, step: StepUnderWay) -> None:
         """Finds the plan for a step, by what it has saved so far."""
@@ -182,24 +205,10 @@ class PlannedPolicy:
             self._lru = LRUPolicy(max(1, (self._budget - (others or 0)) // 2))
         return self._lru
 
-    def _guard(self, step: StepUnderWay | None, name: Name | None, others: int) -> list[Action]:
-        """Keeps the budget until the next event, where others take more than they did in the recorded step."""
-        beside = others
-        if step is not None and step.table is not None and name is not None:
-            planned = step.table.beside(name)
-            if planned is not None:
-                standing, most = planned
-                beside = max(others, most + others - standing)
+    def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
+        """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
         over = self._residence.own + beside - self._budget
         return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
-
-    def _fetches(self, step: StepUnderWay, table: Table, advice: Sequence[Action]) -> list[Action]:
-        """Brings what was spilled to the host before its reload."""
-        if not any(True for _ in self._residence.at(Place.DISK)):
-            return []
-        reloaded = [block for each in advice if type(each) is Reload and (block := step.names.block(each.key))]
-        coming = (block for each in reloaded for block in table.following(each, _FETCHED_AHEAD))
-        return [Fetch(key) for block in coming if (key := step.names.key(block)) is not None]
 
     def _spill(self, nbytes: int) -> list[Action]:
         if self._lru is not None:

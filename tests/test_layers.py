@@ -24,6 +24,7 @@ FOLDERS = (
     "tiered_mem/cpu_offload",
     *(f"tiered_mem/{package}" for package in PACKAGES),
     *LEAVES,
+    "policies/planning",
 )
 PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 DEPENDENCIES = {"torch", "numpy", "psutil"}
@@ -89,12 +90,15 @@ def calls(tree: ast.Module) -> set[str]:
 @pytest.mark.parametrize("folder", LEAVES)
 def test_leaves_import_the_standard_library_and_themselves(folder: str) -> None:
     """For typing too: what a leaf's signatures name, it depends on."""
-    paths = sorted((ROOT / folder).glob("*.py"))
-    own = {f".{path.stem}" for path in paths}
+    paths = sorted((ROOT / folder).rglob("*.py"))
     assert len(paths) > 1
-    for path in paths:
+    inside = [path.relative_to(ROOT / folder) for path in paths]
+    modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in inside}
+    for path, place in zip(paths, inside, strict=True):
+        up = "." * len(place.parents)  # to the leaf's own folder
+        own = {up + module for module in modules} | {f".{other.stem}" for other in path.parent.glob("*.py")}
+        own |= {up + name.removeprefix(".") for name in BELOW_LEAF.get(folder, set())}
         strange = {name for name in imports(tree_of(path)) if top(name) not in sys.stdlib_module_names} - own
-        strange -= BELOW_LEAF.get(folder, set())
         assert not strange, f"{path.relative_to(ROOT)} imports {strange}"
 
 
@@ -110,7 +114,8 @@ def imported_files(path: Path) -> set[Path]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
             # A leaf is a package within tiered_mem, wherever its folder lies.
-            package = path.parent if path.parent.name not in LEAVES else ROOT / "tiered_mem" / path.parent.name
+            inside = path.relative_to(ROOT).parent
+            package = ROOT / "tiered_mem" / inside if inside.parts[0] in LEAVES else path.parent
             folder = package.parents[node.level - 2] if node.level > 1 else package
             base = folder.joinpath(*(node.module or "").split("."))
             places = [base / f"{alias.name}.py" for alias in node.names]

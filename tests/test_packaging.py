@@ -26,6 +26,7 @@ PACKAGES = (
     "tiered_mem.optimizer",
     "tiered_mem.phases",
     "tiered_mem.policies",
+    "tiered_mem.policies.planning",
     "tiered_mem.spill",
     "tiered_mem.trace",
 )

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from .link import Link
-from .plan import Plan
+from .plan import DiskPlan, Plan
 from .planner import plan
 from .profile import Profile
-
-
-@dataclass(frozen=True)
-class DiskPlan:
-    """Which of the blocks that leave the device go on to disk.
-
-    spill: by block, the position by which its file must be complete. fetch: the position at which to begin to read
-    it. plan: the second plan, whose blocks are `blocks` of the first.
-    """
-
-    spill: Mapping[int, int]
-    fetch: Mapping[int, int]
-    plan: Plan
 
 
 def plan_disk(profile: Profile, first: Plan, host_budget: int, drive: Link) -> DiskPlan:

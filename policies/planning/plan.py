@@ -42,3 +42,16 @@ class Plan:
     seconds: float
     stalls: tuple[Stall, ...]
     bound: float
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """Which of the blocks that leave the device go on to disk.
+
+    spill: by block, the position by which its file must be complete. fetch: the position at which to begin to read
+    it. plan: the second plan, whose blocks are `blocks` of the first.
+    """
+
+    spill: Mapping[int, int]
+    fetch: Mapping[int, int]
+    plan: Plan

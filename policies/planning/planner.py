@@ -172,7 +172,7 @@ class Planner:
             change[g] -= moments.nbytes[b]
             change[draft.reload[b]] += moments.nbytes[b]
         memory = map(int.__add__, moments.full, accumulate(change))
-        action = moments.action
+        action = [*moments.action, len(profile.seconds)]
         release = {b: action[g] for b, g in draft.release.items()}
         return Plan(
             release=release,

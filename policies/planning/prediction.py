@@ -57,8 +57,8 @@ def predict(moments: Moments, release: Mapping[int, int], reload: Mapping[int, i
     out, released, back, use = (kind << width for kind in (_OUT, _RELEASE, _RELOAD, _USE))
     events = [saved[b] << step | out | b for b in sorted(release)]
     events += [g << step | released | b for b, g in release.items()]
-    events += [g << step | back | rank[b] for b, g in reload.items()]
-    events += [used[b] << step | use | rank[b] for b in reload]
+    events += [g << step | back | rank[b] for b, g in reload.items() if g < len(clock)]
+    events += [used[b] << step | use | rank[b] for b in reload if used[b] < len(clock)]
     events.sort()
     out_rate, back_rate, latency, both = link.out, link.back, link.latency, link.both
     late = out_free = back_free = 0.0

@@ -34,6 +34,10 @@ class Recording:
     _running: int = 0
     _backward: int = 0
     _measured: bool = True
+    # Of each graph the layer whose backward began last; all that have begun; and whether one has after another.
+    _begun: dict[int, int] = field(default_factory=dict)
+    _past: set[tuple[int, int]] = field(default_factory=set)
+    _again: bool = False
 
     def position(self, name: Name, others: int | None) -> None:
         """An event comes. others: the bytes of device memory that are no blocks of the step; None if not known."""
@@ -51,9 +55,12 @@ class Recording:
         """A forward begins or ends at the last position."""
         self._running += 1 if begins else -1
 
-    def backward(self) -> None:
+    def backward(self, graph: int, layer: int) -> None:
         """A layer's backward begins at the last position."""
         self._backward = len(self.names) - 1
+        self._again |= self._begun.get(graph) != layer and (graph, layer) in self._past
+        self._begun[graph] = layer
+        self._past.add((graph, layer))
 
     def save(self, block: Name, nbytes: int) -> None:
         self.blocks.setdefault(block, _Life(nbytes, len(self.names) - 1))
@@ -70,10 +77,13 @@ class Recording:
 
     @property
     def regular(self) -> bool:
-        """Whether it is like a step of training: its forwards ended, and backward used most of what they saved."""
+        """Whether a plan can be made from it.
+
+        Its forwards ended, and one backward, and no second over the same blocks, used most of what they saved.
+        """
         used = sum(life.nbytes for life in self.blocks.values() if life.used is not None)
         total = sum(life.nbytes for life in self.blocks.values())
-        return self._measured and not self._running and 0 < total <= 2 * used
+        return self._measured and not self._again and not self._running and 0 < total <= 2 * used
 
     def profile(self, seconds: Sequence[float]) -> Profile:
         """Raises ValueError where there are not as many seconds as positions."""

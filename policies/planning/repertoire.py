@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from .bound import BudgetTooSmall
-from .disk import DiskPlan, plan_disk
+from .disk import plan_disk
 from .link import Link
 from .names import Name, spoken
-from .plan import Plan
+from .plan import DiskPlan, Plan
 from .planner import plan
 from .profile import Profile
 from .recording import Recording

@@ -10,24 +10,28 @@ from ..base import Action, Fetch, Offload, Release, Reload, Spill
 
 
 class Place(Enum):
+    """RETURNING: on its way back, until backward uses it; so long it cannot leave again."""
+
     DEVICE = 0
     LEAVING = 1
     HOST = 2
     DISK = 3
+    RETURNING = 4
 
 
-_STEPS: dict[type[Action], tuple[Collection[Place], Place]] = {
-    Offload: ((Place.DEVICE,), Place.LEAVING),
-    Release: ((Place.LEAVING,), Place.HOST),
-    Reload: ((Place.LEAVING, Place.HOST, Place.DISK), Place.DEVICE),
-    Spill: ((Place.HOST,), Place.DISK),
-    Fetch: ((Place.DISK,), Place.HOST),
+# What each action does to a block, by the place where it is.
+_STEPS: dict[type[Action], dict[Place | None, Place]] = {
+    Offload: {Place.DEVICE: Place.LEAVING},
+    Release: {Place.LEAVING: Place.HOST},
+    Reload: {Place.LEAVING: Place.DEVICE, Place.HOST: Place.RETURNING, Place.DISK: Place.RETURNING},
+    Spill: {Place.HOST: Place.DISK},
+    Fetch: {Place.DISK: Place.HOST},
 }
 
 
 @dataclass
 class Residence:
-    """The blocks that are alive, by what was told and answered. A block that is on its way back is on the device.
+    """The blocks that are alive, by what was told and answered.
 
     resident: the bytes of those on the device; own: of these, the bytes of what the step that goes on has saved.
     """
@@ -64,14 +68,14 @@ class Residence:
             del self._nbytes[key]
             self._own.discard(key)
 
-    def back(self, key: int) -> None:
-        """The block is brought back, whoever decided that. One that is leaving goes on leaving."""
-        if self._places.get(key) in (Place.HOST, Place.DISK):
+    def use(self, key: int) -> None:
+        """Backward uses the block, which is brought back if it is away. One that is leaving goes on leaving."""
+        if self._places.get(key) in (Place.HOST, Place.DISK, Place.RETURNING):
             self._move(key, Place.DEVICE)
 
     def refused(self, action: Action) -> None:
         """The action was not done."""
-        if isinstance(action, Reload) and self._places.get(action.key) is Place.DEVICE:
+        if isinstance(action, Reload) and self._places.get(action.key) is Place.RETURNING:
             self._move(action.key, Place.HOST)
         elif isinstance(action, Offload) and action.key in self._places:
             self._move(action.key, Place.DEVICE)
@@ -80,8 +84,8 @@ class Residence:
         """Those of the actions that can be done where the blocks are, which are taken for done."""
         done = []
         for action in actions:
-            before, after = _STEPS[type(action)]
-            if self._places.get(action.key) in before:
+            after = _STEPS[type(action)].get(self._places.get(action.key))
+            if after is not None:
                 self._move(action.key, after)
                 done.append(action)
         return done
@@ -104,6 +108,9 @@ class Residence:
         """The keys of the blocks there, those that came first in front."""
         return iter(list(self._at[place]))
 
+    def any_at(self, place: Place) -> bool:
+        return bool(self._at[place])
+
     def nbytes(self, key: int) -> int:
         return self._nbytes[key]
 
@@ -124,4 +131,4 @@ class Residence:
 
 
 def _on_device(place: Place | None) -> bool:
-    return place is Place.DEVICE or place is Place.LEAVING
+    return place in (Place.DEVICE, Place.LEAVING, Place.RETURNING)

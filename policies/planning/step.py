@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from ..base import Dropped, Event, ForwardBegin, ForwardEnd, LayerBegin, Saved, Used
@@ -15,9 +16,9 @@ from .table import Table
 class StepUnderWay:
     """A step that goes on, or has ended.
 
-    known, ratio, table: what it is taken for, how long it is, and what it plays; None while nothing suits. sizes:
-    of the blocks so far. in_use: the blocks that backward has used since its last layer began. peak: the most
-    bytes of all that was allocated at a time.
+    known, ratio, table: what it is taken for, how long it is, and what it plays; None while nothing suits.
+    returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
+    has used since its last layer began. peak: the most bytes of all that was allocated at a time.
     """
 
     number: int
@@ -26,6 +27,7 @@ class StepUnderWay:
     known: Known | None = None
     ratio: float = 1.0
     table: Table | None = None
+    returning: deque[int] = field(default_factory=deque)
     sizes: list[int] = field(default_factory=list)
     in_use: set[int] = field(default_factory=set)
     peak: int = 0
@@ -60,7 +62,7 @@ class StepUnderWay:
             case LayerBegin(backward=backward):
                 self.in_use.clear()
                 if backward:
-                    recording.backward()
+                    recording.backward(name[1], name[2])
             case Saved(_, _, blocks):
                 for key, nbytes in blocks:
                     block = names.block(key)

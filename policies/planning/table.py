@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..base import Action, Fetch, Offload, Release, Reload, Spill
-from .disk import DiskPlan
 from .names import Name, StepNames
-from .plan import Plan
+from .plan import DiskPlan, Plan
 from .profile import Profile
 
 Step = tuple[type[Action], Name]
@@ -29,6 +29,9 @@ class Table:
     blocks: Sequence[Name]
     returns: Sequence[Name] = field(init=False)
     _place: dict[Name, int] = field(init=False)
+    # The bytes of the step's blocks at each position, and of all from each block's reload to its use at most.
+    _own: Sequence[int] = field(init=False)
+    _highest: Sequence[int] = field(init=False)
     _steps: dict[Name, list[Step]] = field(init=False)
     _position: dict[Name, int] = field(init=False)
 
@@ -48,6 +51,19 @@ class Table:
         for b in in_order:
             if plan.reload[b] < profile.dropped[b]:
                 steps[self.names[plan.reload[b]]].append((Reload, self.blocks[b]))
+        change = [0] * (len(profile.seconds) + 1)
+        for b, nbytes in enumerate(profile.nbytes):
+            change[profile.saved[b]] += nbytes
+            change[profile.dropped[b]] -= nbytes
+            if b in plan.release:
+                change[plan.release[b]] -= nbytes
+                change[plan.reload[b]] += nbytes
+        own = list(accumulate(change))
+        memory = [*map(int.__add__, own, profile.unmovable), 0]
+        last = accumulate((profile.used[b] for b in in_order), max)
+        windows = zip((plan.reload[b] for b in in_order), last, strict=True)
+        object.__setattr__(self, "_own", own)
+        object.__setattr__(self, "_highest", _maxima(memory, windows))
         object.__setattr__(self, "returns", [self.blocks[b] for b in in_order])
         object.__setattr__(self, "_place", {block: i for i, block in enumerate(self.returns)})
         object.__setattr__(self, "_steps", dict(steps))
@@ -62,15 +78,46 @@ class Table:
         """Where it stands among `returns`; what does not leave by the plan comes last."""
         return len(self.returns) if block is None else self._place.get(block, len(self.returns))
 
-    def following(self, block: Name, count: int) -> Sequence[Name]:
+    def following(self, block: Name | None, count: int) -> Sequence[Name]:
         """The next to come back after a block."""
         first = self.place(block) + 1
         return self.returns[first : first + count]
 
-    def beside(self, event: Name) -> tuple[int, int] | None:
-        """The bytes beside blocks at the event, and the most until the next. None for an event without a plan."""
+    def beside(self, event: Name, others: int) -> int:
+        """The bytes beside blocks until the next event, where there are `others` now.
+
+        It is as much more than in the plan as it is now; for an event without a plan it stays as it is.
+        """
         k = self._position.get(event)
-        if k is None:
-            return None
-        profile = self.profile
-        return (profile.standing[k] if profile.standing else 0), profile.unmovable[k]
+        return others if k is None else max(others, self.profile.unmovable[k] + self._more(k, others))
+
+    def needed(self, event: Name, block: Name | None, own: int, others: int) -> int:
+        """The most bytes of the device until the use of a block, if its reload is due and begins now.
+
+        own: the bytes of the step's blocks on the device, with this one; others: all else.
+        """
+        k = self._position.get(event)
+        place = self.place(block)
+        if k is None or place == len(self.returns):
+            return own + others
+        return max(own + others, self._highest[place] + own - self._own[k] + self._more(k, others))
+
+    def _more(self, k: int, others: int) -> int:
+        return others - (self.profile.standing[k] if self.profile.standing else 0)
+
+
+def _maxima(values: Sequence[int], windows: Iterable[tuple[int, int]]) -> list[int]:
+    """The highest value from the first place to the second of each window. Both places never fall."""
+    found = []
+    highest: deque[int] = deque()  # places of falling values
+    seen = 0
+    for first, last in windows:
+        for place in range(max(seen, first), last + 1):
+            while highest and values[highest[-1]] <= values[place]:
+                highest.pop()
+            highest.append(place)
+        seen = max(seen, last + 1)
+        while highest[0] < first:
+            highest.popleft()
+        found.append(values[highest[0]])
+    return found

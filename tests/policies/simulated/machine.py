@@ -162,7 +162,7 @@ class Machine:
         self._begin()
         self._peak = self.level
         measured = StepMeasured in self.asks
-        self._on_request(StepBegin(number))
+        self.request(StepBegin(number))
         self._positions.clear()
         keys = range(self._keys, self._keys + len(step.blocks))
         graphs = self._graphs
@@ -173,12 +173,10 @@ class Machine:
                 case Compute(seconds, work):
                     self._compute(seconds * self._factor(), work)
                 case Allocate(nbytes):
-                    self._allocate(nbytes)
+                    self.allocate(nbytes)
                 case Save(block):
                     saved = step.blocks[block]
-                    self._allocate(saved.nbytes)
-                    self.blocks[keys[block]] = _Block(saved.nbytes, graphs + saved.graph, saved.layer)
-                    self.tell(Saved(graphs + saved.graph, saved.layer, [(keys[block], saved.nbytes)]))
+                    self.save(keys[block], graphs + saved.graph, saved.layer, saved.nbytes)
                 case Use(block):
                     if keys[block] in self.blocks:
                         self.use(keys[block])
@@ -189,13 +187,20 @@ class Machine:
                     self.tell(replace(each, graph=graphs + each.graph))
         self._keys += len(step.blocks)
         self._graphs += 1 + max((block.graph for block in step.blocks), default=0)
-        self._on_request(StepEnd(number))
+        self.request(StepEnd(number))
         self.outcome.seconds = self._now
         self.outcome.copied = self._queues.moved[OUT], self._queues.moved[BACK]
         if measured:
             rates = [m / b if b else 0.0 for m, b in zip(self._queues.moved, self._queues.busy, strict=True)]
             self._do(self.policy.decide(StepMeasured(number, self._positions, self.outcome.stalls, *rates)))
         return self.outcome
+
+    def save(self, key: int, graph: int, layer: int, nbytes: int) -> None:
+        """A layer saves a block, which may be there already."""
+        if key not in self.blocks:
+            self.allocate(nbytes)
+            self.blocks[key] = _Block(nbytes, graph, layer)
+        self.tell(Saved(graph, layer, [(key, nbytes)]))
 
     def use(self, key: int) -> None:
         """Backward asks for a block."""
@@ -237,7 +242,8 @@ class Machine:
         self._now = 0.0
         self._positions: list[float] = []
 
-    def _on_request(self, event: Event) -> None:
+    def request(self, event: Event) -> None:
+        """Tells what only those hear of who ask for it."""
         if type(event) in self.asks:
             self._tell_memory()
             self._do(self.policy.decide(event))
@@ -290,7 +296,7 @@ class Machine:
             block.place = Place.DEVICE
             self.on_host -= block.nbytes
         elif block.place is Place.HOST:
-            self._allocate(block.nbytes)
+            self.allocate(block.nbytes)
             self.on_host -= block.nbytes
             block.place, block.copy = Place.ARRIVING, self._queues.start(BACK, block.nbytes, self._now)
 
@@ -307,13 +313,14 @@ class Machine:
                 self._now += stall
 
     def _compute(self, seconds: float, work: int) -> None:
-        self._allocate(work)
-        self._allocate(-work)
+        self.allocate(work)
+        self.allocate(-work)
         self._now += seconds
         if self._positions:
             self._positions[-1] += seconds
 
-    def _allocate(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int) -> None:
+        """Memory that is no block comes; goes, with a negative number."""
         self.level += nbytes
         self._peak = max(self._peak, self.level)
         self.outcome.peak = max(self.outcome.peak, self.level)

@@ -100,7 +100,8 @@ def build(
     head: tuple[float, int] = (0.0, 0),
     small: int = SMALL,
 ) -> Step:
-    """A step of these layers. order: the forwards and backwards of its graphs. gradients: bytes of each layer.
+    """A step of these layers. order: the forwards and backwards of its graphs. gradients: bytes of each layer,
+    which are freed at the end.
 
     head: seconds and bytes of the logits. small: below so many bytes a saved tensor is no block.
     """
@@ -126,6 +127,7 @@ def build(
             if layer not in seen:
                 seen.add(layer)
                 step.code.append(Allocate(gradients[layer]))
+    step.code.append(Allocate(-sum(gradients[layer] for layer in seen)))
     return step
 
 
