@@ -1,0 +1,141 @@
+"""policy="auto": the manager is told how much device memory there is, and nothing else."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Link
+from tiered_mem import TieringManager
+from tiered_mem.policies import LayerOrderPolicy
+
+MIB = 1 << 20
+STEPS = 5
+
+
+def make(device: str) -> tuple[nn.Module, torch.Tensor]:
+    """Eight layers that save 1 MiB each, most of it in pieces of 256 KiB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)) for _ in range(8)))
+    return model.to(device), torch.randn(512, 128).to(device)
+
+
+def train(model: nn.Module, x: torch.Tensor, steps: int = STEPS, lengths: list[int] | None = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        rows = x if lengths is None else x[: lengths[step]]
+        loss = model(rows).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class Peak:
+    """The most that was allocated on the device, by the steps that torch's allocator took."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        module.memory._record_memory_history(max_entries=1_000_000, context=None, stacks="python")
+        self._base = module.memory_allocated()
+
+    def read(self) -> int:
+        trace = self._module.memory._snapshot()["device_traces"][0]
+        self._module.memory._record_memory_history(enabled=None)
+        now = most = self._base
+        for entry in trace:
+            now += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
+            most = max(most, now)
+        return most
+
+
+@pytest.fixture
+def plain(device: str, device_module: ModuleType) -> tuple[list[float], int, int]:
+    """Losses of the plain run, its peak, and what is there before it."""
+    model, x = make(device)
+    floor = device_module.memory_allocated()
+    device_module.reset_peak_memory_stats()
+    losses = train(model, x)
+    return losses, device_module.max_memory_allocated(), floor
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
+def test_the_budget_is_kept_and_the_losses_are_those_of_the_plain_run(
+    device: str, device_module: ModuleType, plain: tuple[list[float], int, int], share: float, link: Link
+) -> None:
+    losses, peak, floor = plain
+    budget = int(floor + share * (peak - floor))
+    model, x = make(device)
+    link("1GB/s")
+    with (
+        TieringManager(policy="auto", device_budget=budget, device=device, host_bytes="32MiB") as manager,
+        manager.attach(model, min_bytes=4096),
+    ):
+        most = Peak(device_module)
+        assert train(model, x) == losses
+        assert most.read() <= budget
+        assert manager.stats()["released.bytes.total"] != 0
+
+
+def test_what_fits_does_not_move(device: str, plain: tuple[list[float], int, int]) -> None:
+    losses, peak, _ = plain
+    model, x = make(device)
+    with (
+        TieringManager(policy="auto", device_budget=2 * peak, device=device, host_bytes="32MiB") as manager,
+        manager.attach(model, min_bytes=4096),
+    ):
+        first = train(model, x, 2)
+        moved = manager.stats()["offloaded.bytes.total"]
+        assert first == losses[:2]
+        train(model, x, 3)
+        assert manager.stats()["offloaded.bytes.total"] == moved
+
+
+def test_lengths_that_change_keep_the_budget(
+    device: str, device_module: ModuleType, plain: tuple[list[float], int, int], link: Link
+) -> None:
+    _, peak, floor = plain
+    budget = int(floor + 0.6 * (peak - floor))
+    lengths = [512, 128, 512, 256, 384, 512, 64, 448]
+    model, x = make(device)
+    expected = train(model, x, len(lengths), lengths)
+    model, x = make(device)
+    link("1GB/s")
+    with (
+        TieringManager(policy="auto", device_budget=budget, device=device, host_bytes="32MiB") as manager,
+        manager.attach(model, min_bytes=4096),
+    ):
+        most = Peak(device_module)
+        assert train(model, x, len(lengths), lengths) == expected
+        assert most.read() <= budget
+
+
+def test_a_budget_that_no_plan_keeps_is_an_error_that_says_what_is_needed(
+    device: str, plain: tuple[list[float], int, int]
+) -> None:
+    _, _, floor = plain
+    model, x = make(device)
+    with (
+        TieringManager(policy="auto", device_budget=floor // 2, device=device, host_bytes="32MiB") as manager,
+        manager.attach(model, min_bytes=4096),
+        pytest.raises(ValueError, match=r"budget of .* is below .*, the least that this step can be run in"),
+    ):
+        for _ in range(4):
+            train(model, x, 1)
+            manager.synchronize()
+
+
+def test_arguments(device: str, device_module: ModuleType) -> None:
+    with pytest.raises(ValueError, match="device_budget and slowdown are for policy='auto'"):
+        TieringManager(policy=LayerOrderPolicy(), device=device, device_budget="1GiB")
+    with pytest.raises(ValueError, match="the device has 4.0 GiB, of which this process can use"):
+        TieringManager(policy="auto", device=device, device_budget="1TiB", host_bytes="8MiB")
+    with pytest.raises(ValueError, match="slowdown"):
+        TieringManager(policy="auto", device=device, slowdown=-1.0, host_bytes="8MiB")
+    with pytest.raises(ValueError, match="needs a device that counts its memory, and cpu does not"):
+        TieringManager(policy="auto", device="cpu", host_bytes="8MiB")
