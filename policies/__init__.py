@@ -30,6 +30,7 @@ from .base import (
 from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
 from .planned import PlannedPolicy
+from .planning.link import Link
 from .synchronization_dict import SynchronizationDictPolicy
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "LayerBegin",
     "LayerEnd",
     "LayerOrderPolicy",
+    "Link",
     "ManualPolicy",
     "Memory",
     "Offload",

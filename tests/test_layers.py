@@ -44,6 +44,8 @@ ORDER = [
     ["device"],
     ["host_tier", "torch_memory", "trace"],
     ["tiers", "transfer"],
+    ["measured_link"],
+    ["automatic"],
     ["fixed_slots"],
     ["shelf"],
     [*WINGS],

@@ -6,14 +6,15 @@ import logging
 
 from .device import Device
 from .measured_link import measured
-from .policies import PlannedPolicy
-from .policies.planning import Link
+from .policies import Link, PlannedPolicy
 from .sizes import format_bytes, parse_bytes
 
 _log = logging.getLogger("tiered_mem.automatic")
 
 # Of the device's memory, for what lies in torch's pool in pieces that nobody can use.
 _FRAGMENTS = 0.04
+# A link of 50 GB/s takes a third of a millisecond for this, a hundred times its latency.
+_MEASURED_BYTES = 16 << 20
 
 
 def planned_policy(
@@ -29,7 +30,7 @@ def planned_policy(
             f"device_budget is {format_bytes(budget)}, and the device has {format_bytes(total)}, of which this "
             f"process can use {format_bytes(usable)}"
         )
-    speed = measured(device)
+    speed = measured(device, _MEASURED_BYTES, rounds=3)
     out, back = speed.from_device * 1e9, speed.to_device * 1e9
     both = min(1.0, speed.both * 1e9 / (out + back))
     _log.info(

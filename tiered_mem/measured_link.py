@@ -60,19 +60,19 @@ def link_to(asked: str | None) -> tuple[MeasuredLink | None, str]:
         return None, f"the device has no 128 MiB left: {error}".splitlines()[0]
 
 
-def measured(device: Device) -> MeasuredLink:
-    """Copies 64 MiB at a time, about 40 times. Takes 128 MiB of the device and of the host."""
-    on_device = torch.zeros(2 * _BYTES, dtype=torch.uint8, device=device.torch_device)
-    pin, pool = chosen_pool(device, 2 * _BYTES, "try", preallocate=True)
+def measured(device: Device, nbytes: int = _BYTES, rounds: int = _ROUNDS) -> MeasuredLink:
+    """Copies `nbytes` eight times a round. Takes twice as much of the device and of the host."""
+    on_device = torch.zeros(2 * nbytes, dtype=torch.uint8, device=device.torch_device)
+    pin, pool = chosen_pool(device, 2 * nbytes, "try", preallocate=True)
     with pool:
-        region = pool.allocate(2 * _BYTES)
+        region = pool.allocate(2 * nbytes)
         slab = pool.slab(region)
         # From the slab's start on, which is where torch looks.
         on_host = bytes_of(slab)
-        down = (device.new_stream(), on_host[:_BYTES], on_device[:_BYTES])
-        up = (device.new_stream(), on_device[_BYTES:], on_host[_BYTES : 2 * _BYTES])
-        rounds = [[_speed(device, copies) for copies in ([up], [down], [up, down])] for _ in range(_ROUNDS + 1)]
-        to_device, from_device, both = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
+        down = (device.new_stream(), on_host[:nbytes], on_device[:nbytes])
+        up = (device.new_stream(), on_device[nbytes:], on_host[nbytes : 2 * nbytes])
+        speeds = [[_speed(device, copies) for copies in ([up], [down], [up, down])] for _ in range(rounds + 1)]
+        to_device, from_device, both = (statistics.median(each) for each in zip(*speeds[1:], strict=True))
         link = MeasuredLink(
             device=str(torch.get_device_module(device.kind).get_device_name(device.torch_device)),
             numa_node=numa_node(device),
@@ -102,4 +102,5 @@ def _speed(device: Device, copies: Sequence[tuple[Stream, torch.Tensor, torch.Te
         current.wait_event(end)
         end.synchronize()
     seconds = max(device.elapsed(start, end) for end in ends)
-    return len(copies) * _COPIES * _BYTES / max(seconds, 1e-9) / 1e9
+    moved = _COPIES * sum(to.nbytes for _, to, _ in copies)
+    return moved / max(seconds, 1e-9) / 1e9

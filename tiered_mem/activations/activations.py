@@ -12,7 +12,7 @@ import torch
 
 from ..errors import Closed, PolicyError
 from ..interrupts import uninterrupted
-from ..policies import (
+from ..policies.base import (
     Action,
     Dropped,
     Event,

@@ -11,7 +11,7 @@ import torch
 from ..device import Device
 from ..errors import Closed, TierFull, changed_tensor
 from ..host_tier import DeviceSlot, Form, HostSlot, HostTier, groups
-from ..policies import Release, Spill
+from ..policies.base import Release, Spill
 from ..stats import Counters
 from .block import Block, Place, SavedBlocks, View
 from .block_copies import BlockCopies

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import changed_tensor
 from ..interrupts import uninterrupted
-from ..policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
+from ..policies.base import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
 from ..wrappers import Apart, take_apart
 from .activations import Activations
 from .block import Block, Origin, View, origin_of

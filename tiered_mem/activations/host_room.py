@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from ..host_tier import HostTier
-from ..policies import Action
+from ..policies.base import Action
 from ..stats import Counters
 from ..trace.recorder import Trace
 from .spiller import Spiller

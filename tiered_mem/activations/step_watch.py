@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..device import Device
-from ..policies import Event, ForwardBegin, ForwardEnd, HostPressure, Memory, StepBegin, StepEnd, StepMeasured
+from ..policies.base import Event, ForwardBegin, ForwardEnd, HostPressure, Memory, StepBegin, StepEnd, StepMeasured
 from ..trace.step_meter import StepMeter
 from ..transfer import TransferEngine
 from .block import SavedBlocks

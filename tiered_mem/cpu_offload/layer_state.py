@@ -10,7 +10,7 @@ from ..activations.forward_pass import ForwardPass
 from ..host_budget import HostBytes
 from ..interrupts import uninterrupted
 from ..manager import TieringManager
-from ..policies import ManualPolicy
+from ..policies.base import ManualPolicy
 from .tensors import MIN_ELEMENTS, LayerMoves, Pushed, PushedTensors, device_of
 
 

@@ -16,7 +16,7 @@ from ..activations.activations import Activations
 from ..activations.forward_pass import ForwardPass, SavedTensor, is_packing
 from ..activations.movable import mark_stays, mark_whole
 from ..device import default_device
-from ..policies import Offload, Release, Reload
+from ..policies.base import Offload, Release, Reload
 from ..wrappers import plain_tensors, take_apart
 
 # What a push returns: a number; the tensor itself, if it stays; of a tensor made of parts, what each part's push

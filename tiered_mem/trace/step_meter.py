@@ -6,7 +6,7 @@ from collections import deque
 from typing import Protocol
 
 from ..device import Device
-from ..policies import StepMeasured
+from ..policies.base import StepMeasured
 from .recorder import Trace
 from .timeline import Copy, Direction, Mark, TraceRecord, Wait
 
