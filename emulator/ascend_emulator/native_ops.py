@@ -65,8 +65,8 @@ _ATEN = {
     """,
     "activations": """
         relu relu_ sigmoid_backward sigmoid_backward.grad_input silu silu.out silu_ silu_backward
-        silu_backward.grad_input tanh_backward tanh_backward.grad_input threshold threshold.out
-        threshold_ threshold_backward
+        silu_backward.grad_input softplus softplus.out softplus_backward softplus_backward.grad_input
+        tanh_backward tanh_backward.grad_input threshold threshold.out threshold_ threshold_backward
     """,
     "matrix products": """
         addmm addmm.dtype addmm.dtype_out addmm.out addmm_ baddbmm baddbmm.dtype baddbmm.dtype_out

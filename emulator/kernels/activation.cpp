@@ -14,6 +14,9 @@ ACLNN(aclnnThresholdBackward, (In grad, In self, Number threshold, Out out),
 
 ACLNN(aclnnSilu, (In self, Out out), at::silu_out(out, self))
 ACLNN(aclnnSiluBackward, (In grad, In self, Out out), at::silu_backward_out(out, grad, self))
+ACLNN(aclnnSoftplus, (In self, Number beta, Number threshold, Out out), at::softplus_out(out, self, beta, threshold))
+ACLNN(aclnnSoftplusBackward, (In grad, In self, Number beta, Number threshold, Out out),
+      at::softplus_backward_out(out, grad, self, beta, threshold))
 ACLNN(aclnnTanhBackward, (In grad, In output, Out out), at::tanh_backward_out(out, grad, output))
 ACLNN(aclnnSigmoidBackward, (In grad, In output, Out out), at::sigmoid_backward_out(out, grad, output))
 

@@ -39,6 +39,7 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] =
     "sigmoid": (lambda a: a.sigmoid(), [SQUARE]),
     "relu": (lambda a: a.relu(), [SQUARE]),
     "silu": (lambda a: F.silu(a), [SQUARE]),
+    "softplus": (lambda a: F.softplus(a, beta=2, threshold=1.5), [SQUARE]),
     "gelu": (lambda a: F.gelu(a), [SQUARE]),
     "gelu_tanh": (lambda a: F.gelu(a, approximate="tanh"), [SQUARE]),
     "clamp": (lambda a: a.clamp(-0.5, 0.5), [SQUARE]),
