@@ -63,7 +63,8 @@ at::Tensor tensor(const aclTensor* source) {
 at::Tensor index(const aclTensor* source) {
   at::Tensor view = tensor(source);
   if (view.defined() && view.scalar_type() != at::kInt && view.scalar_type() != at::kLong) {
-    throw std::invalid_argument(std::string("an index is of int32 or int64, not of ") + c10::toString(view.scalar_type()));
+    throw std::invalid_argument(std::string("an index is of int32 or int64, not of ") +
+                                c10::toString(view.scalar_type()));
   }
   return view;
 }

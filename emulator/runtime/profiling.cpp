@@ -28,9 +28,6 @@ ACL_EXPORT int msptiActivityFlushAll(uint32_t) {
 
 ACL_EXPORT int msptiActivityDisable(int) { return kSuccess; }  // nothing was enabled
 
-ACL_EXPORT int msptiActivityEnable(int) { return kWithoutLibrary; }
-ACL_EXPORT int msptiSubscribe(void**, void*, void*) { return kWithoutLibrary; }
-
 // torch_npu.profiler, with ProfilerActivity.NPU. It looks at no code that this returns, but logs what it throws.
 ACL_EXPORT aclError aclprofInit(const char*, size_t) { throw std::runtime_error(kInstead); }
 
