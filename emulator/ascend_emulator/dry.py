@@ -45,8 +45,10 @@ class DryRun:
                 meta_kwargs["generator"] = None
             try:
                 result = operator(*meta_args, **meta_kwargs)
-            except NotImplementedError as error:
-                raise NotImplementedError(_refusal(operator)) from error
+            except (NotImplementedError, RuntimeError) as error:
+                if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+                    raise NotImplementedError(_refusal(operator)) from error
+                raise
             written = list(written_arguments(operator, args, kwargs))
             for tensor in written:
                 shapes.resize(tensor)
@@ -58,7 +60,10 @@ class DryRun:
         return run
 
     def install(self, library: Library) -> None:
-        """Tells the host the value where it is not 0. library: one for the namespace aten."""
+        """Lets the host read the device. library: one for the namespace aten."""
+        # Printing a tensor would select from it what is not 0.
+        show = torch._tensor_str._tensor_str
+        torch._tensor_str._tensor_str = lambda tensor, indent: show(tensor.cpu(), indent)
         if self._value == 0:
             return
         unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -94,9 +99,9 @@ class DryRun:
         return unscale
 
     def _number(self, tensor: torch.Tensor) -> Any:
+        if tensor.dtype == torch.bool:  # of checks such as isnan(loss).any()
+            return False
         value = 0 if tensor in self._never else self._value
-        if tensor.dtype == torch.bool:
-            return bool(value)
         if tensor.dtype.is_complex:
             return complex(value)
         return float(value) if tensor.dtype.is_floating_point else int(value)
@@ -106,11 +111,9 @@ class DryRun:
         device = device_of((args, kwargs))
         _take_time(operator, tree_leaves((args, kwargs)), [])
         torch_npu.npu.current_stream(device).synchronize()
-        (result,) = operator._schema.returns
-        kind = {"bool": bool, "int": int, "float": float}.get(str(result.type))
-        if kind is None:
+        if [str(result.type) for result in operator._schema.returns] != ["bool"]:
             raise NotImplementedError(_refusal(operator))
-        return kind(self._value)
+        return False
 
 
 class _Shapes:
