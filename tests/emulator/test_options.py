@@ -200,6 +200,7 @@ def test_every_flag_arrives(tmp_path: Path) -> None:
         "STACK": "old",
         "DRY": "0",
         "DRY_VALUE": "0",
+        "DRY_ROUTING": "refused",
         "DEVICES": "2",
         "SCHEDULE": "late",
         "SEED": "5",
