@@ -16,7 +16,7 @@ from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ascend_emulator.calls import device_of, written_arguments
+from ascend_emulator.calls import device_of, find, written_arguments
 from ascend_emulator.routing import Answer, UniformRouting
 from ascend_emulator.runtime import runtime
 
@@ -66,7 +66,10 @@ class DryRun:
         return run
 
     def install(self, library: Library) -> None:
-        """Lets the host read the device. library: one for the namespace aten."""
+        """Takes over what torch_npu would send to the CPU, and what the host reads. library: one for aten."""
+        for name in _without_npu_kernel():
+            if (operator := find(name)) is not None:
+                library.impl(operator, self.without_kernel(operator), "PrivateUse1")  # type: ignore[no-untyped-call]
         # Printing a tensor would select from it what is not 0.
         show: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
         torch._tensor_str._tensor_str = lambda tensor, indent: show(tensor.cpu(), indent)
@@ -165,6 +168,20 @@ class _Shapes:
             return value
         original = self._originals.get(id(value))
         return torch.empty_like(value, device=self._device) if original is None else original
+
+
+def _without_npu_kernel() -> list[str]:
+    """The operators of aten that torch_npu does not register, nor PyTorch makes of others: they go to the CPU."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+    explicit = "CompositeExplicitAutograd"
+    composite = ("CompositeImplicitAutograd", explicit, f"{explicit}NonFunctional")
+    return [
+        name
+        for name in set(torch._C._dispatch_get_all_op_names()).difference(registered)
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+        and not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in composite)
+    ]
 
 
 def _refusal(operator: OpOverload) -> str:

@@ -50,10 +50,13 @@ READ = """
         with ascend_emulator.record_timeline() as spans:
             result = work()
             torch.npu.synchronize()
-        shape = list(result.shape) if isinstance(result, torch.Tensor) else None
+        result = result[0] if isinstance(result, tuple) else result
+        shape = None if result is None else list(result.shape)
         return [shape, [[span.name, span.nbytes] for span in spans]]
 
     found["cdist"] = time(lambda: torch.cdist(x, x))
+    found["unregistered"] = time(lambda: torch._weight_norm_interface(x, x[:, :1]))
+    torch._assert_async(x[0, 0] > 0, "told of data")
     states = [[torch.zeros(5, device="npu")] for _ in range(4)]
     found["in place"] = time(lambda: torch._fused_adam_(
         *states, [], [torch.zeros((), device="npu")], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8,
@@ -127,6 +130,9 @@ def test_an_operator_without_a_kernel_is_one_kernel_of_the_right_shape(zero: dic
     shape, spans = zero["cdist"]
     assert shape == [4, 4]
     assert spans == [["aten._cdist_forward.default", 4 * 4 * 4]]
+    shape, spans = zero["unregistered"]
+    assert shape == [4, 5]
+    assert spans == [["aten._weight_norm_interface.default", 4 * 4 * 5 + 4 * 4]]
     shape, spans = zero["in place"]
     assert shape is None
     assert spans[-1] == ["aten._fused_adam_.default", 4 * 4 * 5]
