@@ -20,16 +20,22 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = 2 << 20;
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
+constexpr uintptr_t kFirst = uintptr_t{1} << 45;  // Linux has nothing there of its own
 
 // Pages come on first touch, so a large capacity costs nothing until it is used; huge ones, so that the first
 // touch of a block does not take longer than the copy or kernel that does it. In a dry run pages are small, for only a
 // few are ever touched.
+//
+// Addresses rise from call to call, as long as the kernel has room there. Of two blocks that suit as well torch's
+// allocator takes the lower one, so they must not be another process's luck. Called with the lock held.
 void* map(size_t nbytes, int protection) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   const size_t spare = nbytes >= kHugePage ? kHugePage : 0;
   if (nbytes > SIZE_MAX - spare) return nullptr;
-  void* mapped = mmap(nullptr, nbytes + spare, protection, flags, -1, 0);
+  static uintptr_t next = kFirst;
+  void* mapped = mmap(reinterpret_cast<void*>(next), nbytes + spare, protection, flags, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
+  next += (nbytes + kHugePage - 1) / kHugePage * kHugePage + kHugePage;
   if (spare == 0) return mapped;
 
   const auto start = reinterpret_cast<uintptr_t>(mapped);

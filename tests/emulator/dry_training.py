@@ -23,7 +23,8 @@ STEPS, TOKENS = 3, 128
 
 
 def gpt() -> nn.Module:
-    return GPT(layers=4, width=64, heads=4, context=TOKENS).to("npu")
+    """As in the demo, with shorter sequences."""
+    return GPT(layers=8, width=192, heads=6, context=TOKENS).to("npu")
 
 
 def llama() -> nn.Module:
@@ -48,8 +49,8 @@ def plain(model: nn.Module) -> None:
 
 def tiered(model: Any) -> None:
     policy = LayerOrderPolicy(2)
-    with TieringManager(policy=policy, device="npu", host_bytes="64MiB") as manager:
-        optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), bucket_bytes="64KiB")
+    with TieringManager(policy=policy, device="npu", host_bytes="128MiB") as manager:
+        optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), bucket_bytes="1MiB")
         offload = manager.offload_context(model.layers, min_bytes="1KiB")
         for tokens in batches():
             pinned = tokens.pin_memory()

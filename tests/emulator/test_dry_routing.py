@@ -10,6 +10,8 @@ import pytest
 
 from tests.emulator.launch import EMULATOR, run, write_script
 
+pytestmark = pytest.mark.slow(why="each starts processes that train")
+
 # The scores are such that in a real run, too, each expert has as many tokens as the others.
 SCRIPT = """
     import json
