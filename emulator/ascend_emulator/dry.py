@@ -24,7 +24,7 @@ _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
 
 class DryRun:
-    """Stands in for the CPU: on_cpu() of fallback.py does the same with the bytes.
+    """Stands in for the CPU, to which fallback.py sends operators where there are bytes.
 
     value: what the host is told of the device's numbers. uniform: see UniformRouting; else it is refused.
     """
@@ -60,7 +60,8 @@ class DryRun:
                 shapes.resize(tensor)
             outputs = tree_map(shapes.to_npu, result)
             written += [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-            _take_time(operator, tree_leaves((args, kwargs)), written)
+            each_once = {id(tensor): tensor for tensor in written}  # what is changed in place is returned as well
+            _take_time(operator, tree_leaves((args, kwargs)), list(each_once.values()))
             return outputs
 
         return run

@@ -57,6 +57,7 @@ READ = """
     found["cdist"] = time(lambda: torch.cdist(x, x))
     found["unregistered"] = time(lambda: torch._weight_norm_interface(x, x[:, :1]))
     torch._assert_async(x[0, 0] > 0, "told of data")
+    found["returned"] = time(lambda: x.geometric_(0.5))
     states = [[torch.zeros(5, device="npu")] for _ in range(4)]
     found["in place"] = time(lambda: torch._fused_adam_(
         *states, [], [torch.zeros((), device="npu")], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8,
@@ -133,6 +134,9 @@ def test_an_operator_without_a_kernel_is_one_kernel_of_the_right_shape(zero: dic
     shape, spans = zero["unregistered"]
     assert shape == [4, 5]
     assert spans == [["aten._weight_norm_interface.default", 4 * 4 * 5 + 4 * 4]]
+    shape, spans = zero["returned"]
+    assert shape == [4, 5]
+    assert spans == [["aten.geometric_.default", 4 * 4 * 5]]
     shape, spans = zero["in place"]
     assert shape is None
     assert spans[-1] == ["aten._fused_adam_.default", 4 * 4 * 5]
