@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
+from ascend_emulator.options import Options
 from ascend_emulator.races import name_places
 from ascend_emulator.runtime import KERNELS, WATCH, runtime
 
@@ -38,9 +40,12 @@ class _TorchNpuLoader(Loader):
         ctypes.CDLL(str(KERNELS), mode=ctypes.RTLD_GLOBAL)
         with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints a warning; stdout is the script's
             self._loader.exec_module(module)
-        from ascend_emulator.fallback import install  # imports torch, which start() must precede
+        # These import torch, which start() must precede.
+        from ascend_emulator.dry import DryRun
+        from ascend_emulator.fallback import install
 
-        install()
+        options = Options.inherited(os.environ)
+        install(DryRun(options.dry_value, options.dry_routing == "uniform") if options.dry else None)
         if runtime().ascend_emulator_watches_races():
             self._watch(module)
 

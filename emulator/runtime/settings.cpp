@@ -30,6 +30,7 @@ Order order(const std::string& schedule) {
 }  // namespace
 
 Settings& settings() {
+  static const bool dry = text("ASCEND_EMULATOR_DRY", "0") == "1";
   static Settings settings{
       .hbm_bytes = count("ASCEND_EMULATOR_HBM_BYTES", "8589934592"),
       .host_bytes = count("ASCEND_EMULATOR_HOST_BYTES", "0"),
@@ -40,7 +41,8 @@ Settings& settings() {
       .schedule = order(text("ASCEND_EMULATOR_SCHEDULE", "eager")),
       .seed = count("ASCEND_EMULATOR_SEED", "0"),
       .races = text("ASCEND_EMULATOR_RACES", "0") == "1",
-      .poison = text("ASCEND_EMULATOR_POISON", "1") == "1",
+      .poison = text("ASCEND_EMULATOR_POISON", "1") == "1" && !dry,
+      .dry = dry,
       .model = text("ASCEND_EMULATOR_MODEL", ""),
   };
   return settings;
