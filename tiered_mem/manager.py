@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -110,7 +111,8 @@ class TieringManager:
                 undo.callback(self._disk.close)
             self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
             undo.callback(self._host.drop)
-            self._trace = Trace(self.device) if trace else None
+            now = time.perf_counter if self._disk is None else self._disk.now
+            self._trace = Trace(self.device, now=now) if trace else None
             if self._trace is not None and self._disk is not None:
                 self._disk.watch(self._trace.file_moved)
             stream = None if transfer_stream is None else self.device.generic(transfer_stream)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,11 +42,19 @@ class Trace:
 
     limit: the number of records that are kept for `export`, and of records of files; the oldest go first. `figures`
         counts all that were ever made. Raises ValueError below 1.
+    now: the host's clock, in seconds.
     pending: the number of records besides that the device may be behind. Where it is farther behind, recording
         waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
     """
 
-    def __init__(self, device: Device, *, limit: int = 100_000, pending: int = 10_000) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        limit: int = 100_000,
+        pending: int = 10_000,
+    ) -> None:
         if min(limit, pending) < 1:
             raise ValueError(f"a trace must keep at least 1 record, not {min(limit, pending)}")
         self._device = device
@@ -65,7 +73,8 @@ class Trace:
         self._moved: dict[FileKind, Total] = {"write": Total(), "read": Total()}
         event = device.timed_event(device.current_stream())
         event.synchronize()
-        self._host_base = time.perf_counter()
+        self._now = now
+        self._host_base = now()
         self._base = _Base(event, 0.0)
 
     # What the manager tells.
@@ -118,14 +127,14 @@ class Trace:
     @contextmanager
     def host_waits(self) -> Iterator[None]:
         """The host waits for room inside."""
-        began = time.perf_counter() - self._host_base
+        began = self._now() - self._host_base
         try:
             yield
         finally:
-            self._keep(HostWait(), (began, time.perf_counter() - self._host_base))
+            self._keep(HostWait(), (began, self._now() - self._host_base))
 
     def file_moved(self, kind: FileKind, nbytes: int, began: float, ended: float) -> None:
-        """A file was read or written. Any thread may call it. began, ended: seconds of time.perf_counter."""
+        """A file was read or written. Any thread may call it. began, ended: seconds of the host's clock."""
         record = FileMove(kind, nbytes)
         record.times = (began - self._host_base, ended - self._host_base)
         with self._files_lock:
