@@ -16,8 +16,8 @@ _log = logging.getLogger("ascend_emulator.drives")
 class ModelledDrive:
     """Operations on the drive of the modelled server, which does one at a time, and reads before writes.
 
-    It moves no bytes: whoever submits an operation does that, and shows them to nobody before the operation is done.
-    There is one drive: all objects of this class stand for it.
+    It moves no bytes: whoever submits an operation does that, and shows them to nobody before it is done. There is
+    one drive: all objects of this class stand for it.
 
     Raises EmulatorError without a device, without a clock, and for a server whose drives are not known.
     """

@@ -65,9 +65,10 @@ def _read(path: Path, known: Mapping[str, _Figure]) -> dict[str, str]:
             found[name] = check(value)
         except (TypeError, ValueError):
             raise EmulatorError(f"{path}: {name} must be {what}, not {value!r}") from None
-    optional = ("server", *(() if any(name in _DRIVES for name in found) else _DRIVES))
-    if missing := [name for name in known if name not in found and name not in optional]:
-        raise EmulatorError(f"{path}: {missing[0]} is missing; needed are {', '.join(known)}")
+    optional = () if any(name in _DRIVES for name in found) else _DRIVES
+    needed = [name for name in known if name not in optional]
+    if missing := [name for name in needed if name not in found and name != "server"]:
+        raise EmulatorError(f"{path}: {missing[0]} is missing; needed are {', '.join(needed)}")
     return found
 
 

@@ -26,7 +26,7 @@ from .record import ALIGNMENT, Entry, Header
 from .record_io import Piece, RecordIo, checksum_by_name
 
 SMALLEST_RECORD = 2 * ALIGNMENT
-# Hears of a read or a write that has ended, well or not: its bytes, and when it began and ended, as `now` tells time.
+# Hears of a read or a write that has ended, well or not: its bytes, and when it began and ended by `now`.
 Watcher = Callable[[Literal["read", "write"], int, float, float], None]
 
 _log = logging.getLogger("tiered_mem.spill")

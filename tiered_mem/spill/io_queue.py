@@ -94,9 +94,9 @@ class IoQueue:
 class DriveQueue:
     """Runs jobs in the time that a modelled drive says.
 
-    To the drive urgent jobs are reads, and others writes. A job runs when its time has come and somebody asks for it:
-    on a thread of `queue`, while whoever asks waits. So all that comes of it follows from the order of the calls, and
-    nothing from how fast threads are.
+    To the drive urgent jobs are reads, and others writes. A job runs when its time has come and somebody asks for
+    it: on a thread of `queue`, while whoever asks waits. So all that comes of it follows from the order of the
+    calls, and nothing from how fast threads are.
 
     queue: is closed with this one.
     """
