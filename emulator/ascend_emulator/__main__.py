@@ -46,6 +46,8 @@ def main() -> None:
             clock=options.clock,
             server=options.server,
             host_cpu_factor=options.host_cpu,
+            dry=options.dry,
+            dry_value=options.dry_value,
             over_real_cann=options.over_real_cann,
         )
     except EmulatorError as error:
@@ -127,6 +129,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--host-cpu", default=0, metavar="FACTOR", help="count the program's CPU time, times this (default: 0)"
     )
+    parser.add_argument(
+        "--dry", action="store_true", default=None, help="compute nothing: only count memory, and model time"
+    )
+    parser.add_argument("--dry-value", metavar="X", help="what the host reads of the device then (default: 0)")
     parser.add_argument(
         "--stack",
         default="current",

@@ -24,24 +24,29 @@ from torch._ops import OpOverload
 from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ascend_emulator.calls import device_of, written_arguments
+from ascend_emulator.dry import DryRun
 from ascend_emulator.formulas import FORMULAS
 from ascend_emulator.native_ops import native_operators
 
 _log = logging.getLogger("ascend_emulator.fallback")
 
 
-def install() -> None:
-    """Replaces what is not native, for the rest of the process."""
+def install(dry: DryRun | None) -> None:
+    """Replaces what is not native, for the rest of the process. In a dry run that takes the CPU's place."""
     libraries = {
         namespace: Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
         for namespace in ("aten", "npu")
     }
+    without_kernel = _on_cpu if dry is None else dry.without_kernel
     native_if = _NATIVE_IF | (_NATIVE_IF_SEVERAL_DEVICES if torch_npu.npu.device_count() > 1 else {})
     untouched = native_operators() - native_if.keys()
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
             operator = None if name in untouched else _find(name)
-            kernel = None if operator is None else _replacement(name, operator, key, native_if.get(name))
+            kernel = (
+                None if operator is None else _replacement(name, operator, key, native_if.get(name), without_kernel)
+            )
             if operator is not None and kernel is not None:
                 library = libraries[operator.namespace]
                 library.impl(operator, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
@@ -49,6 +54,8 @@ def install() -> None:
     for name, kernel in (same | FORMULAS).items():
         library = libraries[name.partition("::")[0]]
         library.impl(_find(name), kernel, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+    if dry is not None:
+        dry.install(libraries["aten"])
     # A replacement ends with its Library; torch.library keeps its own permanent ones here.
     torch.library._keep_alive.extend(libraries.values())
 
@@ -118,14 +125,18 @@ _SAME_AS = {"aten::gelu": "npu::npu_gelu", "aten::gelu_backward": "npu::npu_gelu
 
 
 def _replacement(
-    name: str, operator: OpOverload, key: str, is_native: Callable[..., bool] | None
+    name: str,
+    operator: OpOverload,
+    key: str,
+    is_native: Callable[..., bool] | None,
+    without_kernel: Callable[[OpOverload], Callable[..., Any]],
 ) -> Callable[..., Any] | None:
     if operator._can_decompose():
         return operator.decompose
     if key != "PrivateUse1":
         return None
     has_cpu_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
-    otherwise = _on_cpu(operator) if has_cpu_kernel else _refusal(name)
+    otherwise = without_kernel(operator) if has_cpu_kernel else _refusal(name)
     return otherwise if is_native is None else _choice(operator, is_native, otherwise)
 
 
@@ -153,7 +164,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 def _on_cpu(operator: OpOverload) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         _log.debug("%s runs on the CPU, and the caller waits for it", operator)
-        mirror = _Mirror(_device_of((args, kwargs)))
+        mirror = _Mirror(device_of((args, kwargs)))
         cpu_args, cpu_kwargs = tree_map(mirror.to_cpu, (args, kwargs))
         with _told_of(operator, (args, kwargs)):
             if torch.Tag.nondeterministic_seeded in operator.tags:
@@ -162,7 +173,7 @@ def _on_cpu(operator: OpOverload) -> Callable[..., Any]:
                     result = operator(*cpu_args, **cpu_kwargs)
             else:
                 result = operator(*cpu_args, **cpu_kwargs)
-        for written in _written_arguments(operator, args, kwargs):
+        for written in written_arguments(operator, args, kwargs):
             mirror.write_back(written)
         return tree_map(mirror.to_npu, result)
 
@@ -218,28 +229,6 @@ class _Mirror:
             return value
         original = self._originals.get(id(value))
         return value.to(self._device) if original is None else original
-
-
-def _device_of(arguments: Any) -> torch.device:
-    """The NPU that the call is about: where its tensors are, or where it is told to make one."""
-    leaves = tree_leaves(arguments)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "npu":
-            return leaf.device
-    for leaf in leaves:
-        if isinstance(leaf, torch.device) and leaf.type == "npu":
-            return leaf
-    return torch.device("npu")
-
-
-def _written_arguments(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[torch.Tensor]:
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 @contextmanager

@@ -38,10 +38,14 @@ class _TorchNpuLoader(Loader):
         ctypes.CDLL(str(KERNELS), mode=ctypes.RTLD_GLOBAL)
         with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints a warning; stdout is the script's
             self._loader.exec_module(module)
-        from ascend_emulator.fallback import install  # imports torch, which start() must precede
+        # These import torch, which start() must precede.
+        from ascend_emulator.dry import DryRun
+        from ascend_emulator.fallback import install
 
-        install()
-        if runtime().ascend_emulator_watches_races():
+        library = runtime()
+        library.ascend_emulator_dry_value.restype = ctypes.c_double
+        install(DryRun(library.ascend_emulator_dry_value()) if library.ascend_emulator_is_dry() else None)
+        if library.ascend_emulator_watches_races():
             self._watch(module)
 
     def _watch(self, module: ModuleType) -> None:

@@ -13,7 +13,7 @@ from ascend_emulator.machines import figures, parse_chip, parse_server
 from ascend_emulator.sizes import parse_bytes, parse_limit, parse_rate
 
 # What can be chosen from outside for a program that does not choose it itself.
-FROM_OUTSIDE = ("schedule", "seed", "races", "timeline", "clock", "server")
+FROM_OUTSIDE = ("schedule", "seed", "races", "timeline", "clock", "server", "dry", "dry_value")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Options:
     clock: str | None = None
     server: str | None = None
     host_cpu_factor: float = 0
+    dry: bool = False
+    dry_value: float = 0
     over_real_cann: bool = False
     model: str = field(init=False, repr=False)
 
@@ -48,8 +50,25 @@ class Options:
             )
         if self.clock is None and self.host_cpu_factor:
             raise EmulatorError("a host CPU factor needs a clock: --clock CHIP (clock=...)")
+        self._check_dry()
         model = f"{figures(self.clock, self.server)};host_cpu_factor={self.host_cpu_factor}" if self.clock else ""
         object.__setattr__(self, "model", model)
+
+    def _check_dry(self) -> None:
+        if not self.dry:
+            if self.dry_value:
+                raise EmulatorError("a dry value is for dry runs: --dry (dry=True)")
+            return
+        if self.clock is None:
+            raise EmulatorError(
+                "a dry run takes modelled time alone, so it needs a clock: --clock CHIP (clock=...)"
+            )
+        if self.races:
+            raise EmulatorError("a dry run touches no memory, so it has no races; look for them without --dry")
+        if self.schedule != "eager":
+            raise EmulatorError(
+                f"a dry run computes nothing, now or later, so it has no {self.schedule} schedule; leave that out"
+            )
 
     @classmethod
     def of(cls, given: Mapping[str, object], environment: Mapping[str, str]) -> "Options":
@@ -130,14 +149,19 @@ def _parse_faults(value: Any) -> tuple[Fault, ...]:
     return faults
 
 
-def _parse_factor(value: Any) -> float:
-    try:
-        factor = float(value)
-    except (TypeError, ValueError):
-        factor = -1
-    if not 0 <= factor < math.inf:
-        raise EmulatorError(f"the host CPU factor must be a number of at least 0, not {value!r}")
-    return factor
+def _number(what: str, low: float = -math.inf) -> Callable[[Any], float]:
+    bound = "" if low == -math.inf else f" of at least {low}"
+
+    def parse(value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= low):
+            raise EmulatorError(f"{what} must be a number{bound}, not {value!r}")
+        return number
+
+    return parse
 
 
 def _parse_timeline(value: Any) -> Path:
@@ -162,6 +186,8 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "timeline": _parse_timeline,
     "clock": parse_chip,
     "server": parse_server,
-    "host_cpu_factor": _parse_factor,
+    "host_cpu_factor": _number("the host CPU factor", 0),
+    "dry": _switch("dry"),
+    "dry_value": _number("the dry value"),
     "over_real_cann": _switch("over_real_cann"),
 }

@@ -38,6 +38,8 @@ def start(
     clock: str | Path | None = None,
     server: str | Path | None = None,
     host_cpu_factor: float = 0,
+    dry: bool | None = None,
+    dry_value: float | None = None,
     over_real_cann: bool = False,
 ) -> None:
     """Makes `import torch` find an emulated NPU, in this process and in its children. Call it before that import.
@@ -61,10 +63,13 @@ def start(
         rates above override its own.
     host_cpu_factor: how many modelled seconds a second of this machine's CPU counts for where the program computes
         between calls for longer than the modelled host needs for a call; 0 counts none of it.
+    dry: compute nothing and move no bytes: operations take their modelled time, and memory is only counted.
+    dry_value: in a dry run, what item() and copies to the host's own memory give; 0 unless given.
     over_real_cann: start even though the machine has a CANN of its own.
 
-    For schedule, seed, races, timeline, clock and server None means what the variables ASCEND_EMULATOR_SCHEDULE,
-    _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK and _SERVER say; without these "eager", 0, False, and no more.
+    For schedule, seed, races, timeline, clock, server, dry and dry_value None means what the variables
+    ASCEND_EMULATOR_SCHEDULE, _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK, _SERVER, _DRY (1 or 0) and _DRY_VALUE say;
+    without these "eager", 0, False, and no more.
     If start is called again before torch is imported, the last call counts.
 
     Raises EmulatorError, and changes nothing, where a value means nothing or the device cannot be started.

@@ -175,11 +175,14 @@ aclError plan(const char* name, Work (*work)(Parameters...), void (*run)(Paramet
           if (operation.work.nbytes == 0) operation.work.nbytes = (traffic<Parameters>(copy) + ... + 0.0);
         },
         copies);
-    operation.body = [run, copies = std::move(copies)]() mutable {
-      run_without_modes([run, &copies] {
-        std::apply([run](auto&... copy) { run(static_cast<Parameters>(copy)...); }, copies);
-      });
-    };
+    operation.body = [] {};
+    if (computes()) {
+      operation.body = [run, copies = std::move(copies)]() mutable {
+        run_without_modes([run, &copies] {
+          std::apply([run](auto&... copy) { run(static_cast<Parameters>(copy)...); }, copies);
+        });
+      };
+    }
     *workspace_size = 0;
     *executor = new aclOpExecutor{std::move(operation)};
     return ACL_SUCCESS;

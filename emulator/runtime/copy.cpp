@@ -60,6 +60,15 @@ struct Copy {
 
   bool pageable() const { return to == Place::pageable || from == Place::pageable; }
   bool freed() const { return to == Place::freed || from == Place::freed; }
+  // In a dry run nothing comes from the device but zeros, and nothing goes there.
+  void move(void* destination, const void* source, size_t nbytes) const {
+    if (!settings().dry || on_host()) {
+      link->move(destination, source, nbytes);
+    } else if (to != Place::device) {
+      Memory::get().blank(destination, nbytes);
+    }
+  }
+
   bool on_host() const { return to != Place::device && from != Place::device; }
 
   // Within one memory each byte is read and written there.
@@ -81,6 +90,11 @@ Copy plan(const void* destination, const void* source) {
 std::vector<Range> watched(Place place, const void* begin, size_t nbytes) {
   if (place == Place::pageable) return {};
   return {{begin, nbytes}};
+}
+
+void fill(void* to, int32_t value, size_t nbytes) {
+  if (settings().dry && Memory::get().place_of(to) == Place::device) return;
+  std::memset(to, value, nbytes);
 }
 
 aclError too_small(const char* function) {
@@ -107,7 +121,7 @@ aclError copy_now(const char* function, void* to, size_t room, const void* from,
       detector.host_uses(function, range, Touch::write, site);
     }
   }
-  copy.link->move(to, from, nbytes);
+  copy.move(to, from, nbytes);
   if (Simulation::on() && !copy.on_host()) Simulation::get().run_now(current_device(), copy.work(nbytes), own_call);
   return ACL_SUCCESS;
 }
@@ -120,7 +134,7 @@ aclError copy_on_stream(const char* function, void* to, size_t room, const void*
   if (copy.on_host()) {
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, std::string(function) + ": host to host is not supported");
   }
-  const auto move = [=] { copy.link->move(to, from, nbytes); };
+  const auto move = [=] { copy.move(to, from, nbytes); };
   const aclError code =
       submit(stream, {.name = copy.name,
                       .reads = watched(copy.from, from, nbytes),
@@ -155,7 +169,7 @@ ACL_EXPORT aclError aclrtMemset(void* to, size_t room, int32_t value, size_t nby
     Detector& detector = Detector::get();
     detector.host_uses("aclrtMemset", {to, nbytes}, Touch::write, detector.site());
   }
-  std::memset(to, value, nbytes);
+  fill(to, value, nbytes);
   if (Simulation::on() && place == Place::device) {
     Simulation::get().run_now(current_device(), {.nbytes = static_cast<double>(nbytes)});
   }
@@ -167,6 +181,6 @@ ACL_EXPORT aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_
   return submit(stream, {.name = "memset",
                          .reads = {},
                          .writes = {{to, nbytes}},
-                         .body = [=] { std::memset(to, value, nbytes); },
+                         .body = [=] { fill(to, value, nbytes); },
                          .work = {.nbytes = static_cast<double>(nbytes)}});
 }

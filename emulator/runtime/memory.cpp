@@ -19,14 +19,16 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = 2 << 20;
+constexpr int kReadWrite = PROT_READ | PROT_WRITE;
 
 // Pages come on first touch, so a large capacity costs nothing until it is used; huge ones, so that the first
-// touch of a block does not take longer than the copy or kernel that does it.
-void* map(size_t nbytes) {
+// touch of a block does not take longer than the copy or kernel that does it. In a dry run pages are small, for only a
+// few are ever touched.
+void* map(size_t nbytes, int protection) {
   constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   const size_t spare = nbytes >= kHugePage ? kHugePage : 0;
   if (nbytes > SIZE_MAX - spare) return nullptr;
-  void* mapped = mmap(nullptr, nbytes + spare, PROT_READ | PROT_WRITE, flags, -1, 0);
+  void* mapped = mmap(nullptr, nbytes + spare, protection, flags, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
   if (spare == 0) return mapped;
 
@@ -36,7 +38,7 @@ void* map(size_t nbytes) {
   if (before > 0) munmap(mapped, before);
   const uintptr_t tail = (start + before + nbytes + kPage - 1) / kPage * kPage;
   if (tail < start + nbytes + spare) munmap(reinterpret_cast<void*>(tail), start + nbytes + spare - tail);
-  madvise(aligned, nbytes, MADV_HUGEPAGE);
+  madvise(aligned, nbytes, settings().dry ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
   return aligned;
 }
 
@@ -65,7 +67,8 @@ aclError Memory::allocate_device(void** pointer, size_t nbytes) {
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION,
                 "aclrtMalloc: needed " + mib(nbytes) + ", free " + mib(free) + " of " + mib(capacity));
   }
-  void* mapped = map(nbytes);
+  // In a dry run the device's memory has no bytes, so whoever touches it by mistake dies of it.
+  void* mapped = map(nbytes, settings().dry ? PROT_NONE : kReadWrite);
   if (mapped == nullptr) {
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "aclrtMalloc: the host cannot map " + mib(nbytes));
   }
@@ -103,7 +106,7 @@ aclError Memory::allocate_host(void** pointer, size_t nbytes) {
   std::lock_guard lock(mutex_);
   seal_idle_graves();
   if (const aclError code = refuse_beyond_host_limit("aclrtMallocHost", nbytes); code != ACL_SUCCESS) return code;
-  void* mapped = map(nbytes);
+  void* mapped = map(nbytes, kReadWrite);
   if (mapped == nullptr) {
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "aclrtMallocHost: the host cannot map " + mib(nbytes));
   }
@@ -197,6 +200,20 @@ Place Memory::place_of(const void* pointer) {
   if (at(device_, pointer)) return Place::device;
   if (at(host_, pointer)) return Place::pinned;
   return at(graves_, pointer) ? Place::freed : Place::pageable;
+}
+
+void Memory::blank(void* pointer, size_t nbytes) {
+  const uintptr_t begin = address(pointer), end = begin + nbytes;
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = end / kPage * kPage;
+  std::lock_guard lock(mutex_);
+  const Extent* extent = at(host_, pointer);
+  if (extent == nullptr || !extent->owned || first >= last) {
+    std::memset(pointer, 0, nbytes);
+    return;
+  }
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);  // zeros, as if never touched
+  std::memset(pointer, 0, first - begin);
+  std::memset(reinterpret_cast<void*>(last), 0, end - last);
 }
 
 std::optional<int> Memory::device_of(const void* pointer) {

@@ -25,6 +25,9 @@ class Memory {
   aclError register_host(void* pointer, size_t nbytes);
   aclError unregister_host(void* pointer);
 
+  // Makes host memory zero. Whole pages of aclrtMallocHost then take no room.
+  void blank(void* pointer, size_t nbytes);
+
   Place place_of(const void* pointer);
   std::optional<int> device_of(const void* pointer);  // nothing for what is not device memory
   std::pair<size_t, size_t> free_and_total();

@@ -47,6 +47,9 @@ __attribute__((visibility("default"))) aclError submit(aclrtStream stream, Opera
 // Whether an operation's work is asked for.
 __attribute__((visibility("default"))) bool models_time();
 
+// Whether kernels are to compute; not in a dry run.
+__attribute__((visibility("default"))) bool computes();
+
 // torch's allocator takes a block back, and may hand it out again for the stream that it belongs to.
 __attribute__((visibility("default"))) void freed_by_torch(aclrtStream stream, Range block);
 

@@ -319,6 +319,8 @@ void Simulation::share_link(Device& device) {
 
 bool models_time() { return Simulation::on(); }
 
+bool computes() { return !settings().dry; }
+
 }  // namespace emulator
 
 // For the Python package: whether time is modelled, and the host's time in nanoseconds.

@@ -6,6 +6,7 @@
 #include "memory.h"
 #include "poison.h"
 #include "schedule.h"
+#include "settings.h"
 #include "timeline.h"
 
 #include <algorithm>
@@ -46,7 +47,7 @@ Stream::Stream(int device)
       slot_(Detector::on() ? Detector::get().enter() : 0),
       lane_(Simulation::on() ? Simulation::get().open(device, id_) : nullptr),
       permitted_(Schedule::get().initially_permitted()),
-      thread_([this] { run(); }) {}
+      thread_(settings().dry ? std::thread() : std::thread([this] { run(); })) {}
 
 Stream::~Stream() {
   {
@@ -54,7 +55,7 @@ Stream::~Stream() {
     closing_ = true;
   }
   arrived_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   if (Detector::on()) Detector::get().leave(slot_);
 }
 
@@ -72,9 +73,22 @@ void Stream::push(Operation operation, int site) {
       operation.reaches->place(weak_from_this(), pushed_, std::move(known));
     }
     if (lane_) Simulation::get().issue(lane_, operation);
-    queue_.push_back(std::move(operation));
+    if (thread_.joinable()) queue_.push_back(std::move(operation));
   }
-  arrived_.notify_one();
+  if (thread_.joinable()) {
+    arrived_.notify_one();
+  } else {
+    run_now(operation);
+  }
+}
+
+void Stream::run_now(Operation& operation) {
+  execute(operation);
+  {
+    std::lock_guard lock(mutex_);
+    ++done_;
+  }
+  finished_.notify_all();
 }
 
 StreamError Stream::synchronize() {

@@ -1,4 +1,5 @@
-// A stream: operations run in order, one after the other, on a thread of their own, when the schedule permits.
+// A stream: operations run in order, one after the other, on a thread of their own, when the schedule permits. In a dry
+// run they are done with as they are put on it.
 #pragma once
 
 #include "mark.h"
@@ -46,6 +47,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
  private:
   void run();
+  void run_now(Operation& operation);
   void execute(Operation& operation);
 
   const int id_;
@@ -62,7 +64,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   uint64_t polls_ = 0;
   bool closing_ = false;
   StreamError error_;
-  std::thread thread_;
+  std::thread thread_;  // none in a dry run: there is nothing to do that would take time
 };
 
 // All streams of all devices. Never destroyed: torch still frees memory while the process exits. A stream is shared

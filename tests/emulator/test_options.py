@@ -198,6 +198,8 @@ def test_every_flag_arrives(tmp_path: Path) -> None:
         "H2D_BYTES_PER_S": "3",
         "D2H_BYTES_PER_S": "4",
         "STACK": "old",
+        "DRY": "0",
+        "DRY_VALUE": "0",
         "DEVICES": "2",
         "SCHEDULE": "late",
         "SEED": "5",

@@ -1,0 +1,172 @@
+"""What a dry run makes of operators that would need the device's bytes.
+
+An operator without a native kernel has the outputs that PyTorch's meta kernel tells, and is one kernel that moves
+the bytes of its tensors. One whose output's shape depends on the bytes is refused by its name. What the host reads
+of the device is 0 (the runtime sees to that), or the value that start() was given.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch_npu  # type: ignore[import-untyped]
+from torch._ops import OpOverload
+from torch.library import Library
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ascend_emulator.calls import device_of, written_arguments
+from ascend_emulator.runtime import runtime
+
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+
+
+class DryRun:
+    """Stands in for the CPU: on_cpu() of fallback.py does the same with the bytes.
+
+    value: what the host is told of the device's numbers.
+    """
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+        # GradScaler's answers to whether a gradient is not finite: 0 whatever the value, or no step would be made.
+        self._never: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def without_kernel(self, operator: OpOverload) -> Callable[..., Any]:
+        """What runs in place of an operator that has no native kernel."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.Tag.data_dependent_output in operator.tags:
+                return self._told(operator, args, kwargs)
+            shapes = _Shapes(device_of((args, kwargs)))
+            meta_args, meta_kwargs = tree_map(shapes.to_meta, (args, kwargs))
+            if "generator" in meta_kwargs:
+                meta_kwargs["generator"] = None
+            try:
+                result = operator(*meta_args, **meta_kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+                    raise NotImplementedError(_refusal(operator)) from error
+                raise
+            written = list(written_arguments(operator, args, kwargs))
+            for tensor in written:
+                shapes.resize(tensor)
+            outputs = tree_map(shapes.to_npu, result)
+            written += [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+            _take_time(operator, tree_leaves((args, kwargs)), written)
+            return outputs
+
+        return run
+
+    def install(self, library: Library) -> None:
+        """Lets the host read the device. library: one for the namespace aten."""
+        # Printing a tensor would select from it what is not 0.
+        show = torch._tensor_str._tensor_str
+        torch._tensor_str._tensor_str = lambda tensor, indent: show(tensor.cpu(), indent)
+        if self._value == 0:
+            return
+        unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+        for operator, made in (
+            (torch.ops.aten._local_scalar_dense.default, self._item),
+            (torch.ops.aten.copy_.default, self._copy),
+            (unscale, self._unscale),
+        ):
+            native = torch.library.get_kernel(operator, "PrivateUse1")
+            library.impl(operator, made(native), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+
+    def _item(self, native: Any) -> Callable[..., Any]:
+        def item(tensor: torch.Tensor) -> Any:
+            native.call_boxed(_KEYS, tensor)  # which waits for it
+            return self._number(tensor)
+
+        return item
+
+    def _copy(self, native: Any) -> Callable[..., Any]:
+        def copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            native.call_boxed(_KEYS, to, source, non_blocking)
+            if to.device.type == "cpu" and not to.is_pinned():
+                to.fill_(self._number(source))
+            return to
+
+        return copy
+
+    def _unscale(self, native: Any) -> Callable[..., Any]:
+        def unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+            self._never[found_inf] = True
+            native.call_boxed(_KEYS, grads, found_inf, inverse_scale)
+
+        return unscale
+
+    def _number(self, tensor: torch.Tensor) -> Any:
+        if tensor.dtype == torch.bool:  # of checks such as isnan(loss).any()
+            return False
+        value = 0 if tensor in self._never else self._value
+        if tensor.dtype.is_complex:
+            return complex(value)
+        return float(value) if tensor.dtype.is_floating_point else int(value)
+
+    def _told(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator says that looks at numbers and makes no tensor, such as torch.equal."""
+        device = device_of((args, kwargs))
+        _take_time(operator, tree_leaves((args, kwargs)), [])
+        torch_npu.npu.current_stream(device).synchronize()
+        if [str(result.type) for result in operator._schema.returns] != ["bool"]:
+            raise NotImplementedError(_refusal(operator))
+        return False
+
+
+class _Shapes:
+    """One call's tensors without their bytes. A tensor that is passed twice is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._metas: dict[int, torch.Tensor] = {}
+        self._originals: dict[int, torch.Tensor] = {}
+
+    def to_meta(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self._metas:
+            meta = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+            self._metas[id(value)] = meta
+            self._originals[id(meta)] = value
+        return self._metas[id(value)]
+
+    def resize(self, original: torch.Tensor) -> None:
+        shape = self._metas[id(original)].shape
+        if original.shape != shape:
+            original.resize_(shape)
+
+    def to_npu(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        original = self._originals.get(id(value))
+        return torch.empty_like(value, device=self._device) if original is None else original
+
+
+def _refusal(operator: OpOverload) -> str:
+    if torch.Tag.dynamic_output_shape in operator.tags:
+        return f"{operator}: the shape of its result depends on data, of which a dry run has none"
+    return f"{operator}: a dry run cannot tell its result, for PyTorch has no meta kernel for it"
+
+
+def _take_time(operator: OpOverload, read: Iterable[Any], written: list[torch.Tensor]) -> None:
+    """Puts a kernel on the current stream that moves the tensors' bytes, and does nothing."""
+    device = device_of((list(read), written))
+    stream = torch_npu.npu.current_stream(device).npu_stream
+    out = sum(map(_bytes_of, written))
+    moved = out + sum(_bytes_of(leaf) for leaf in read if isinstance(leaf, torch.Tensor))
+    put = runtime().ascend_emulator_put_kernel
+    if put(str(operator).encode(), ctypes.c_void_p(stream), ctypes.c_size_t(out), ctypes.c_double(moved)) != 0:
+        raise RuntimeError(f"{operator}: the emulated device did not take it")
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """Of what lies in memory once, an expanded tensor's elements for example, the bytes count once."""
+    nbytes = tensor.element_size()
+    for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+        nbytes *= size if stride != 0 or size == 0 else 1
+    return nbytes
