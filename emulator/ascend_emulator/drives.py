@@ -19,6 +19,8 @@ class ModelledDrive:
     It moves no bytes: whoever submits an operation does that, and shows them to nobody before it is done. There is
     one drive: all objects of this class stand for it.
 
+    dry: whether this is a dry run, in which there are no bytes to move.
+
     Raises EmulatorError without a device, without a clock, and for a server whose drives are not known.
     """
 
@@ -26,6 +28,7 @@ class ModelledDrive:
         self._library = runtime()
         if not self._library.ascend_emulator_models_time():
             raise EmulatorError("a modelled drive needs modelled time: --clock CHIP (clock=...)")
+        self.dry = bool(self._library.ascend_emulator_is_dry())
         if not self._library.ascend_emulator_has_drive():
             raise EmulatorError("the server's file has no [drives]: name another --server, or add them to one")
 

@@ -19,11 +19,11 @@ from ..errors import Closed, TierFull
 from ..sizes import format_bytes
 from .disk_record import DiskStats, Record, SpillFile, WriteGate
 from .file_pool import FilePool
-from .filesystem import Files
+from .filesystem import Files, HollowFiles
 from .folder import SpillFolder
 from .io_queue import Drive, DriveQueue, IoQueue, Job
 from .record import ALIGNMENT, Entry, Header
-from .record_io import Piece, RecordIo, checksum_by_name
+from .record_io import Piece, RecordIo, checksum_by_name, without_data
 
 SMALLEST_RECORD = 2 * ALIGNMENT
 # Hears of a read or a write that has ended, well or not: its bytes, and when it began and ended by `now`.
@@ -45,7 +45,8 @@ class DiskTier:
     capacity: the bytes that all files together may take; None is half of what is free.
     write_budget: the bytes that may be written in all, as drives wear out.
     checksum: "xxh3_64", "crc32", "none", or None for the fastest there is.
-    drive: a model that says how long operations take; None is the real one. See DriveQueue.
+    drive: a model that says how long operations take; None is the real one. See DriveQueue. With a dry one files
+        have headers and no data.
     files, clock: for tests.
 
     now: the seconds of the drive's clock, which is that of time.perf_counter for a real one.
@@ -68,8 +69,10 @@ class DiskTier:
     ) -> None:
         if capacity is not None and capacity < SMALLEST_RECORD:
             raise ValueError(f"capacity is {capacity} bytes; the smallest record takes {SMALLEST_RECORD}")
-        self._checksum = checksum_by_name(checksum)
-        self._os = files or Files()
+        dry = drive is not None and drive.dry
+        known = checksum_by_name(checksum)
+        self._checksum = without_data(known) if dry else known
+        self._os = files or (HollowFiles() if dry else Files())
         self._run = uuid.uuid4().hex[:12]
         self._folder = folder = SpillFolder(spill_dir, run=self._run, files=self._os)
         try:

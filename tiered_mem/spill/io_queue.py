@@ -193,8 +193,13 @@ class _DriveJob(Job):
 class Drive(Protocol):
     """Says when operations on a drive end, in a time of its own, and moves no bytes. Any thread may call it.
 
+    dry: whether nobody looks at any data, so that none need be moved.
+
     ascend_emulator has one.
     """
+
+    @property
+    def dry(self) -> bool: ...
 
     def submit(self, nbytes: int, *, read: bool) -> DriveOperation:
         """Begin to read or write so many bytes, when the drive comes to it."""
