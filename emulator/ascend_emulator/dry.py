@@ -62,7 +62,7 @@ class DryRun:
     def install(self, library: Library) -> None:
         """Lets the host read the device. library: one for the namespace aten."""
         # Printing a tensor would select from it what is not 0.
-        show = torch._tensor_str._tensor_str
+        show: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
         torch._tensor_str._tensor_str = lambda tensor, indent: show(tensor.cpu(), indent)
         if self._value == 0:
             return

@@ -73,7 +73,7 @@ def scaled(model: nn.Module) -> None:
 
 
 def allocations() -> list[tuple[str, int, int, int, int]]:
-    """What torch's allocator did so far: streams by the order in which they come, addresses by segment and offset."""
+    """What torch's allocator did: streams by the order in which they come, addresses by segment and offset."""
     (trace,) = torch.npu.memory._snapshot()["device_traces"]
     streams: dict[int, int] = {}
     segments: dict[int, int] = {}
