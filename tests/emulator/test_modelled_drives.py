@@ -250,6 +250,46 @@ def test_a_training_that_spills_is_the_same_in_each_schedule(
     assert train(tmp_path, *options) == trained
 
 
+@pytest.mark.slow(why="two processes train a model")
+def test_a_dry_training_that_spills_has_the_same_times(tmp_path: Path, trained: Said) -> None:
+    dry = train(tmp_path, "--dry")
+    assert dry["times"] == trained["times"]
+    assert dry["spans"] == trained["spans"]
+    assert dry["stats"] == trained["stats"]
+
+
+LARGE = """
+    import resource
+    from pathlib import Path
+    import ascend_emulator, torch
+    from tiered_mem import TieringManager
+    from tiered_mem.policies import ManualPolicy
+    Path("spill").mkdir()
+    optimizer_bytes = 0
+    with TieringManager(
+        policy=ManualPolicy(), device="npu", host_bytes="2GiB", spill_dir="spill", spill_bytes="1TiB"
+    ) as manager:
+        parameters = [torch.nn.Parameter(torch.empty(1 << 27, device="npu")) for _ in range(8)]
+        optimizer = manager.register_optimizer(torch.optim.AdamW(parameters), bucket_bytes="1GiB", residency="disk")
+        for parameter in parameters:
+            parameter.grad = parameter
+        optimizer.step()
+        manager.synchronize()
+        print(manager.stats()["disk.used.current"])
+        print(sum(512 * path.stat().st_blocks for path in Path("spill").rglob("*.safetensors")))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+"""
+
+
+def test_a_dry_run_spills_more_than_there_is(tmp_path: Path) -> None:
+    offer(tmp_path)
+    options = (*machine(tmp_path), "--dry", "--hbm", "64GiB")
+    used, on_drive, memory = map(int, output_of(tmp_path, LARGE, *options).split())
+    assert used >= 8 << 30
+    assert on_drive < 1 << 20
+    assert memory < 2 << 30
+
+
 EXPOSED = """
     import ascend_emulator
     from pathlib import Path
@@ -257,14 +297,14 @@ EXPOSED = """
     from tiered_mem.spill.disk_tier import DiskTier
     Path("spill").mkdir(exist_ok=True)
     tier = DiskTier("spill", capacity=64 << 20, drive=ascend_emulator.ModelledDrive())
-    memory = Memory(bytes(8 << 20))
+    memory, back = Memory(bytes(8 << 20)), empty(8 << 20)
     for _ in range(3):
         began = ascend_emulator.now()
         record = tier.write([memory.piece("a")], step=0, kind="activation")
         record.job.wait()
         assert record.job.error is None
         written = ascend_emulator.now()
-        job = tier.read(record, [(0, empty(8 << 20).ptr)])
+        job = tier.read(record, [(0, back.ptr)])
         job.wait()
         assert job.error is None
         print(round((written - began) * 1e9), round((ascend_emulator.now() - written) * 1e9))

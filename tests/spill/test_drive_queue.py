@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.spill.disks import disk_in, io_threads
+from tests.spill.disks import MIB, disk_in, io_threads
+from tests.spill.memory import Memory
 from tests.spill.slow_drive import SlowDrive, SlowOperation
+from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.spill.io_queue import DriveQueue, IoQueue, Job
+from tiered_mem.spill.reader import read_header
+from tiered_mem.spill.record_io import Piece
 from tiered_mem.tiers import disk_tier, offered_drive
 
 
@@ -159,6 +163,29 @@ def test_a_failed_write_pauses_by_the_drives_clock(tmp_path: Path) -> None:
         assert not disk.tier.accepts(1)
         drive.seconds = 1.1
         assert disk.tier.accepts(1)
+
+
+def test_with_a_dry_drive_files_have_headers_and_no_data(tmp_path: Path) -> None:
+    drive = SlowDrive(dry=True)
+    tier = DiskTier(tmp_path, capacity=1 << 41, drive=drive)
+    memory, back = Memory(b"a" * MIB), Memory(b"b" * MIB)
+    record = tier.write([memory.piece("a")], step=3, kind="activation")
+    assert record.job.wait()
+    assert record.job.error is None
+    (path,) = tmp_path.rglob("*.safetensors")
+    assert (path.stat().st_size, tier.stats().written) == (4096 + MIB, 4096 + MIB)
+    assert 512 * path.stat().st_blocks < 64 << 10
+    assert [entry.nbytes for entry in read_header(path).entries] == [MIB]
+    job = tier.read(record, [(0, back.ptr)])
+    assert job.wait()
+    assert job.error is None
+    assert back.content == b"b" * MIB
+    huge = tier.write([Piece("huge", memory.ptr, 1 << 40, "uint8")], step=3, kind="activation")
+    assert huge.job.wait()
+    assert huge.job.error is None
+    assert tier.stats().used == (1 << 40) + MIB + 2 * 4096
+    tier.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_managers_disk_tier_takes_the_drive_that_a_package_offers(

@@ -87,10 +87,9 @@ class Files:
 
 
 class HollowFiles(Files):
-    """Files of a run in which nobody looks at data: as long as others, but with hardly more than their headers in them.
+    """Files of a run in which nobody looks at data: as long as others, with headers, and else with hardly anything.
 
-    What begins a file is kept, and what is at most a block. Else a read leaves the memory as it is. There is always
-    room.
+    What begins a file is kept, and what is one block. Any other read leaves the memory as it is. Room never ends.
     """
 
     def free_bytes(self, folder: int) -> int:
