@@ -261,18 +261,17 @@ def test_a_dry_training_that_spills_has_the_same_times(tmp_path: Path, trained: 
 LARGE = """
     import resource
     from pathlib import Path
-    import ascend_emulator, torch
+    import torch
     from tiered_mem import TieringManager
     from tiered_mem.policies import ManualPolicy
     Path("spill").mkdir()
-    optimizer_bytes = 0
     with TieringManager(
         policy=ManualPolicy(), device="npu", host_bytes="2GiB", spill_dir="spill", spill_bytes="1TiB"
     ) as manager:
-        parameters = [torch.nn.Parameter(torch.empty(1 << 27, device="npu")) for _ in range(8)]
-        optimizer = manager.register_optimizer(torch.optim.AdamW(parameters), bucket_bytes="1GiB", residency="disk")
+        parameters = [torch.nn.Parameter(torch.empty(1 << 24, device="npu")) for _ in range(64)]
+        optimizer = manager.register_optimizer(torch.optim.AdamW(parameters), bucket_bytes="256MiB", residency="disk")
         for parameter in parameters:
-            parameter.grad = parameter
+            parameter.grad = torch.empty_like(parameter)
         optimizer.step()
         manager.synchronize()
         print(manager.stats()["disk.used.current"])
@@ -281,6 +280,7 @@ LARGE = """
 """
 
 
+@pytest.mark.slow(why="a process with torch")
 def test_a_dry_run_spills_more_than_there_is(tmp_path: Path) -> None:
     offer(tmp_path)
     options = (*machine(tmp_path), "--dry", "--hbm", "64GiB")
