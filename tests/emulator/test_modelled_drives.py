@@ -269,7 +269,8 @@ LARGE = """
         policy=ManualPolicy(), device="npu", host_bytes="2GiB", spill_dir="spill", spill_bytes="1TiB"
     ) as manager:
         parameters = [torch.nn.Parameter(torch.empty(1 << 24, device="npu")) for _ in range(64)]
-        optimizer = manager.register_optimizer(torch.optim.AdamW(parameters), bucket_bytes="256MiB", residency="disk")
+        optimizer = torch.optim.AdamW(parameters)
+        optimizer = manager.register_optimizer(optimizer, bucket_bytes="256MiB", residency="disk")
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()

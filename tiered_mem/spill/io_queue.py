@@ -28,7 +28,9 @@ class IoQueue:
             raise ValueError(f"workers is {workers}, there must be at least 1")
         self._urgent: dict[Job, Run] = {}  # by age, the oldest first
         self._later: dict[Job, Run] = {}
-        self._changed = threading.Condition()
+        # `with` calls a function to take a condition. A signal whose handler raises in there would leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._threads: list[threading.Thread] = []
         try:
@@ -43,7 +45,7 @@ class IoQueue:
     def submit(self, run: Run, *, urgent: bool, nbytes: int = 0, told: Told | None = None) -> Job:
         """Have one of the threads call `run`, which moves so many bytes. Raises RuntimeError once closed."""
         job = Job()
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise RuntimeError("the queue is closed")
             (self._urgent if urgent else self._later)[job] = partial(_timed, run, told) if told else run
@@ -52,7 +54,7 @@ class IoQueue:
 
     def cancel(self, job: Job) -> bool:
         """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
-        with self._changed:
+        with self._lock:
             if self._later.pop(job, None) is None:
                 return False
         job._end(CancelledError("it was given up before it began"))
@@ -60,7 +62,7 @@ class IoQueue:
 
     def close(self) -> None:
         """Cancel the jobs that are not urgent and have not begun, and end the threads after all others."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             cancelled = list(self._later)
             self._later.clear()
@@ -81,7 +83,7 @@ class IoQueue:
             del job, error
 
     def _next(self) -> tuple[Job, Run] | None:
-        with self._changed:
+        with self._lock:
             while not self._urgent and not self._later:
                 if self._closed:
                     return None
