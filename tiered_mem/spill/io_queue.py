@@ -107,7 +107,8 @@ class DriveQueue:
         self._drive = drive
         self._queue = queue
         self._under_way: dict[_DriveJob, Run] = {}
-        self._running = threading.Lock()
+        self._cancelling = threading.Lock()
+        self._running = threading.Lock()  # taken first
         self.now = drive.now
 
     def submit(self, run: Run, *, urgent: bool, nbytes: int, told: Told) -> Job:
@@ -118,11 +119,14 @@ class DriveQueue:
 
     def cancel(self, job: Job) -> bool:
         """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
-        if not isinstance(job, _DriveJob) or job.urgent or job not in self._under_way or not job.operation.cancel():
-            return False
-        del self._under_way[job]
-        job._end(CancelledError("it was given up before it began"))
-        return True
+        with self._cancelling:  # or another thread might run what the drive has just taken back
+            if not isinstance(job, _DriveJob) or job.urgent or job not in self._under_way:
+                return False
+            if not job.operation.cancel():
+                return False
+            del self._under_way[job]
+            job._end(CancelledError("it was given up before it began"))
+            return True
 
     def close(self) -> None:
         """Cancel the jobs that are not urgent and have not begun, and end the threads after all others."""
@@ -135,7 +139,8 @@ class DriveQueue:
     def _finish(self, job: _DriveJob) -> None:
         """Runs a job whose time has come, unless another thread has."""
         with self._running:
-            run = self._under_way.get(job)
+            with self._cancelling:
+                run = self._under_way.get(job)
             if run is not None:
                 # An interrupt of the wait leaves it under way, and the next who asks waits for the same run.
                 job.real = job.real or self._queue.submit(run, urgent=True)
