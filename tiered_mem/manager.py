@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -132,7 +133,8 @@ class TieringManager:
             if policy == "auto":
                 made = planned_policy(self.device, device_budget, slowdown, self._host.pool_stats().capacity)
             self._policy = cast(Policy, made)
-            self._trace = Trace(self.device) if trace else None
+            now = time.perf_counter if self._disk is None else self._disk.now
+            self._trace = Trace(self.device, now=now) if trace else None
             if self._trace is not None and self._disk is not None:
                 self._disk.watch(self._trace.file_moved)
             stream = None if transfer_stream is None else self.device.generic(transfer_stream)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .host_budget import HostBytes, host_budget, host_limit, local_processes, me
 from .host_tier import HostTier, bytes_of, is_pinned
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
+from .spill.io_queue import Drive
 from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
 
 _log = logging.getLogger("tiered_mem.tiers")
@@ -102,7 +104,17 @@ def disk_tier(
         capacity=None if spill_bytes is None else parse_bytes(spill_bytes),
         write_budget=None if spill_write_budget is None else parse_bytes(spill_write_budget),
         checksum=spill_checksum,
+        drive=offered_drive(),
     )
+
+
+def offered_drive() -> Drive | None:
+    """The first drive that an installed package offers to this process, by an entry point "tiered_mem.drives".
+
+    That is a function without arguments; it returns None where there is nothing to be modelled.
+    """
+    offers = (entry.load()() for entry in entry_points(group="tiered_mem.drives"))
+    return next((drive for drive in offers if drive is not None), None)
 
 
 def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: bool) -> tuple[str, SlabPool]:

@@ -65,8 +65,10 @@ def _read(path: Path, known: Mapping[str, _Figure]) -> dict[str, str]:
             found[name] = check(value)
         except (TypeError, ValueError):
             raise EmulatorError(f"{path}: {name} must be {what}, not {value!r}") from None
-    if missing := [name for name in known if name not in found and name != "server"]:
-        raise EmulatorError(f"{path}: {missing[0]} is missing; needed are {', '.join(known)}")
+    optional = () if any(name in _DRIVES for name in found) else _DRIVES
+    needed = [name for name in known if name not in optional]
+    if missing := [name for name in needed if name not in found and name != "server"]:
+        raise EmulatorError(f"{path}: {missing[0]} is missing; needed are {', '.join(needed)}")
     return found
 
 
@@ -137,6 +139,12 @@ _CHIP: Mapping[str, _Figure] = {
     "host.query_us": _POSITIVE,  # or whoever polls would poll for ever
     "host.wait_us": _COST,
 }
+# A server whose drives nobody knows has none of these.
+_DRIVES: Mapping[str, _Figure] = {
+    "drives.read_bytes_per_s": _POSITIVE,
+    "drives.write_bytes_per_s": _POSITIVE,
+    "drives.latency_us": _COST,
+}
 _SERVER: Mapping[str, _Figure] = {
     "link.h2d_bytes_per_s": _POSITIVE,
     "link.d2h_bytes_per_s": _POSITIVE,
@@ -144,4 +152,5 @@ _SERVER: Mapping[str, _Figure] = {
     "link.d2h_beside_h2d": _SHARE,
     "link.pageable_share": _SHARE,
     "link.latency_us": _COST,
+    **_DRIVES,
 }

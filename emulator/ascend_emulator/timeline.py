@@ -12,12 +12,13 @@ from ascend_emulator.runtime import runtime, text_from
 
 
 class Span(NamedTuple):
-    """One copy, fill or kernel.
+    """One copy, fill or kernel, or with a clock one operation of the modelled drive.
 
     name: "copy_h2d", "copy_d2h", "copy_d2d", "memset", or the kernel's, such as "aclnnMatmul"; with the race
-        detector on also "free", where torch's allocator takes memory back.
-    device, stream: numbers; streams are counted from 1 over all devices.
-    nbytes: bytes written.
+        detector on also "free", where torch's allocator takes memory back. "drive_read" and "drive_write" are
+        the drive's.
+    device, stream: numbers; streams are counted from 1 over all devices. The drive is device -1, with stream 0.
+    nbytes: bytes written; of the drive those that were read or written.
     start, end: seconds on the clock of now().
     """
 
@@ -77,18 +78,21 @@ def record_timeline() -> Iterator[list[Span]]:
 def write_trace(path: str | Path, spans: Sequence[Span] | None = None) -> None:
     """Writes a trace for Perfetto or chrome://tracing: a process for each device, a thread for each stream.
 
+    The drive is a process too.
+
     spans: those of timeline() unless given. Raises OSError where the file cannot be written.
     """
     shown = timeline() if spans is None else spans
     streams = sorted({(span.device, span.stream) for span in shown})
     devices = sorted({device for device, _ in streams})
-    names = [_name("process", f"npu:{device}", pid=device) for device in devices]
-    names += [_name("thread", f"stream {stream}", pid=device, tid=stream) for device, stream in streams]
+    titles = {device: f"npu:{device}" if device >= 0 else "drive" for device in devices}
+    names = [_name("process", titles[device], pid=_pid(device)) for device in devices]
+    names += [_name("thread", f"stream {stream}", pid=_pid(device), tid=stream) for device, stream in streams]
     events = [
         {
             "ph": "X",
             "name": span.name,
-            "pid": span.device,
+            "pid": _pid(span.device),
             "tid": span.stream,
             "ts": round(span.start * 1e6, 3),
             "dur": round((span.end - span.start) * 1e6, 3),
@@ -97,6 +101,10 @@ def write_trace(path: str | Path, spans: Sequence[Span] | None = None) -> None:
         for span in shown
     ]
     Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}))
+
+
+def _pid(device: int) -> int:
+    return device if device >= 0 else 1000  # traces have no negative ones
 
 
 def _name(what: str, name: str, **where: int) -> dict[str, object]:

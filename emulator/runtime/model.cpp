@@ -54,6 +54,9 @@ Model::Model(const std::string& figures)
       h2d_beside_d2h_(number("link.h2d_beside_d2h")),
       d2h_beside_h2d_(number("link.d2h_beside_h2d")),
       pageable_share_(number("link.pageable_share")),
+      drive_latency_(std::llround(number_or_0("drives.latency_us") * 1000)),
+      drive_read_(number_or_0("drives.read_bytes_per_s") * kPerSecond),
+      drive_write_(number_or_0("drives.write_bytes_per_s") * kPerSecond),
       host_cpu_factor_(number("host_cpu_factor")) {
   for (const std::string& row : parts(figures_.at("matrix.matmul_shares"), ',')) {
     const auto [least, share] = halves(row, ':');
@@ -62,6 +65,8 @@ Model::Model(const std::string& figures)
 }
 
 double Model::number(const std::string& key) const { return std::stod(figures_.at(key)); }
+
+double Model::number_or_0(const std::string& key) const { return figures_.contains(key) ? number(key) : 0; }
 
 Nanoseconds Model::microseconds(const std::string& key) const { return std::llround(number(key) * 1000); }
 
@@ -95,6 +100,10 @@ double Model::link_rate(const Work& work) const {
   const double chosen = (up ? settings().h2d_bytes_per_s : settings().d2h_bytes_per_s) * kPerSecond;
   const double rate = chosen > 0 ? chosen : up ? h2d_ : d2h_;
   return work.pageable ? rate * pageable_share_ : rate;
+}
+
+Nanoseconds Model::drive(const Work& work) const {
+  return drive_latency_ + std::llround(work.nbytes / (work.unit == Unit::drive_read ? drive_read_ : drive_write_));
 }
 
 double Model::share_beside(Unit direction) const { return direction == Unit::h2d ? h2d_beside_d2h_ : d2h_beside_h2d_; }

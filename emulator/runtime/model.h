@@ -27,6 +27,10 @@ class Model {
   // What a direction keeps of that while the other one is busy.
   double share_beside(Unit direction) const;
 
+  // Whether the server's drives are known, and how long they take to read or write.
+  bool has_drive() const { return drive_read_ > 0; }
+  Nanoseconds drive(const Work& work) const;
+
   // What the host spends on putting a kernel or copy, and an event's record or wait, on a stream; on asking whether
   // something has passed; and on a wait, beyond the end of what is waited for.
   Nanoseconds issue() const { return issue_; }
@@ -38,6 +42,7 @@ class Model {
 
  private:
   double number(const std::string& key) const;
+  double number_or_0(const std::string& key) const;
   Nanoseconds microseconds(const std::string& key) const;
   double matmul_share(double least) const;
   double flops_per_ns(const Work& work) const;
@@ -53,6 +58,8 @@ class Model {
   const Nanoseconds latency_, issue_, event_, query_, wait_;
   const double h2d_, d2h_;  // bytes per ns
   const double h2d_beside_d2h_, d2h_beside_h2d_, pageable_share_;
+  const Nanoseconds drive_latency_;
+  const double drive_read_, drive_write_;  // bytes per ns; 0 where no drive is known
   const double host_cpu_factor_;
   std::vector<std::pair<double, double>> matmul_shares_;  // by the least dimension, rising
 };

@@ -14,6 +14,7 @@ namespace emulator {
 namespace {
 
 constexpr Nanoseconds kNever = std::numeric_limits<Nanoseconds>::max();
+constexpr int kDrive = -1;  // the drive counts as a device, whose engine it is
 
 Nanoseconds cpu_time_of_thread() {
   timespec time{};
@@ -41,13 +42,15 @@ class Simulation::Lane {
   const int stream;
   std::deque<Task> tasks;
   bool at_engine = false;  // whether the first one waits for an engine, or is on it
+  Nanoseconds began = 0;   // when an engine began and ended its last one
+  Nanoseconds ended = 0;
 };
 
 struct Simulation::Engine {
-  Unit unit;  // h2d, d2h, or any other for computing
-  std::set<std::tuple<Nanoseconds, uint64_t, Lane*>> waiting{};  // by when it was ready, then in the order of issue
+  Unit unit;  // h2d, d2h, or any other for computing and for the drive
+  // Writes to the drive come last; else by when it was ready, then in the order of issue.
+  std::set<std::tuple<bool, Nanoseconds, uint64_t, Lane*>> waiting{};
   Lane* serves = nullptr;
-  Nanoseconds began = 0;
   Nanoseconds ends = kNever;
 
   // Of a link: since when bytes flow at this rate, and how many were left then.
@@ -141,6 +144,15 @@ void Simulation::wait_for(const Lane& lane) {
   wait_until([&] { return lane.tasks.empty(); }, model_.wait());
 }
 
+bool Simulation::wait_for(const Lane& lane, Nanoseconds at_most) {
+  Call call(*this, 0);
+  const Nanoseconds until = host_ + at_most;
+  while (!lane.tasks.empty() && next_to_end()->ends <= until) step(*next_to_end());
+  const bool ended = lane.tasks.empty();
+  host_ = ended ? time_ + model_.wait() : until + model_.query();  // so that whoever keeps waiting gets there
+  return ended;
+}
+
 void Simulation::wait_for(const Mark& mark) {
   Call call(*this, 0);
   wait_until([&] { return mark.modelled().has_value(); }, model_.wait());
@@ -150,6 +162,34 @@ void Simulation::wait_for_device(int device) {
   Call call(*this, 0);
   const auto of_device = [device](const auto& lane) { return lane->device == device; };
   wait_until([&] { return std::none_of(busy_.begin(), busy_.end(), of_device); }, model_.wait());
+}
+
+std::shared_ptr<Simulation::Lane> Simulation::use_drive(bool reads, size_t nbytes) {
+  Call call(*this, 0);
+  const auto lane = open(kDrive, 0);
+  issue_at_host_time(lane, {.number = 0,
+                            .name = reads ? "drive_read" : "drive_write",
+                            .nbytes = nbytes,
+                            .work = Work{.unit = reads ? Unit::drive_read : Unit::drive_write,
+                                         .nbytes = static_cast<double>(nbytes)},
+                            .awaits = nullptr,
+                            .reaches = nullptr});
+  return lane;
+}
+
+bool Simulation::cancel(Lane& lane) {
+  Call call(*this, 0);
+  Engine& drive = devices_[kDrive].compute;
+  if (lane.tasks.empty() || drive.serves == &lane) return false;
+  std::erase_if(drive.waiting, [&lane](const auto& waiting) { return std::get<Lane*>(waiting) == &lane; });
+  lane.tasks.clear();
+  std::erase_if(busy_, [&lane](const auto& busy) { return busy.get() == &lane; });
+  return true;
+}
+
+std::pair<Nanoseconds, Nanoseconds> Simulation::times_of(const Lane& lane) {
+  std::lock_guard lock(mutex_);
+  return {lane.began, lane.ended};
 }
 
 template <class Done>
@@ -207,8 +247,9 @@ void Simulation::step(Engine& ending) {
   const Task task = std::move(lane.tasks.front());
   lane.tasks.pop_front();
   lane.at_engine = false;
+  lane.ended = time_;
   ending.serves = nullptr;
-  if (!task.name.empty()) Timeline::get().add({task.name, lane.device, lane.stream, task.nbytes, ending.began, time_});
+  if (!task.name.empty()) Timeline::get().add({task.name, lane.device, lane.stream, task.nbytes, lane.began, time_});
   if (task.reaches) task.reaches->reach_at(time_);
   if (is_link(ending.unit)) share_link(devices_[lane.device]);
   begin_what_can();
@@ -225,7 +266,8 @@ void Simulation::begin_what_can() {
         moved = true;
         if (first.work) {
           lane->at_engine = true;
-          devices_[lane->device].of(first.work->unit).waiting.emplace(time_, first.number, lane.get());
+          const Unit unit = first.work->unit;
+          devices_[lane->device].of(unit).waiting.emplace(unit == Unit::drive_write, time_, first.number, lane.get());
         } else {
           if (first.reaches) first.reaches->reach_at(time_);
           lane->tasks.pop_front();
@@ -248,10 +290,10 @@ void Simulation::begin_on_engines() {
 void Simulation::begin(Device& device, Engine& engine) {
   engine.serves = std::get<Lane*>(*engine.waiting.begin());
   engine.waiting.erase(engine.waiting.begin());
-  engine.began = time_;
+  engine.serves->began = time_;
   const Work& work = *engine.serves->tasks.front().work;
   if (!is_link(engine.unit)) {
-    engine.ends = time_ + model_.kernel(work);
+    engine.ends = time_ + (engine.serves->device == kDrive ? model_.drive(work) : model_.kernel(work));
     return;
   }
   engine.since = time_ + model_.latency();

@@ -6,7 +6,7 @@
 //
 // A stream's operations begin in order. One that needs an engine (of each device there are three: for computing, and
 // for each direction of its link) waits there behind those that were ready before it. While both directions of the
-// link move bytes, each is slower.
+// link move bytes, each is slower. The machine has one drive, which does one operation at a time, reads before writes.
 #pragma once
 
 #include "model.h"
@@ -20,6 +20,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -37,8 +38,17 @@ class Simulation {
   // Work that the host waits for without a stream. own_call: see Operation.
   void run_now(int device, const Work& work, bool own_call = true);
 
+  // The host hands a read or a write to the drive, which costs it nothing. The lane has no other operation.
+  bool has_drive() const { return model_.has_drive(); }
+  std::shared_ptr<Lane> use_drive(bool reads, size_t nbytes);
+  // Takes it back. False if it has begun.
+  bool cancel(Lane& lane);
+  // When it began and ended, once it has ended.
+  std::pair<Nanoseconds, Nanoseconds> times_of(const Lane& lane);
+
   // The host waits.
   void wait_for(const Lane& lane);
+  bool wait_for(const Lane& lane, Nanoseconds at_most);  // whether it has come to pass
   void wait_for(const Mark& mark);
   void wait_for_device(int device);
 

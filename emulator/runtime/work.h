@@ -9,7 +9,7 @@
 namespace emulator {
 
 // What does the work, and so which figures of the chip or the server say how long it takes.
-enum class Unit { vector, softmax, matmul, attention, convolution, h2d, d2h };
+enum class Unit { vector, softmax, matmul, attention, convolution, h2d, d2h, drive_read, drive_write };
 
 inline bool is_link(Unit unit) { return unit == Unit::h2d || unit == Unit::d2h; }
 
@@ -18,7 +18,7 @@ struct Work {
   double flops = 0;              // of the matrix unit; 0 for what is bound by memory alone
   aclDataType dtype = ACL_FLOAT;  // of the factors
   double least = 0;              // the least of a matrix product's three dimensions
-  double nbytes = 0;             // to and from memory, or over the link
+  double nbytes = 0;             // to and from memory, over the link, or of a file
   bool pageable = false;         // a copy of host memory that is not pinned
 };
 

@@ -45,6 +45,10 @@ h2d_beside_d2h = 0.5
 d2h_beside_h2d = 0.75
 pageable_share = 0.5
 latency_us = 6
+[drives]
+read_bytes_per_s = 2e9
+write_bytes_per_s = 1e9
+latency_us = 50
 """
 NBYTES = 1_000_000  # 100 us to the device, 50 us back
 ROOM = 10 * NBYTES
@@ -52,10 +56,10 @@ ROOM = 10 * NBYTES
 Said = dict[str, Any]
 
 
-def machine(folder: Path) -> tuple[str, ...]:
+def machine(folder: Path, server: str = SERVER) -> tuple[str, ...]:
     """The launcher's options for that machine, whose files are put into the folder."""
     (folder / "chip.toml").write_text(CHIP)
-    (folder / "server.toml").write_text(SERVER)
+    (folder / "server.toml").write_text(server)
     return ("--clock", "chip.toml", "--server", "server.toml")
 
 
@@ -297,11 +301,11 @@ PROGRAMS: dict[str, Callable[[Bench], Said]] = {
 }
 
 
-def run_all() -> dict[str, Said]:
+def run_all(programs: dict[str, Callable[[Bench], Said]] = PROGRAMS) -> dict[str, Said]:
     """What each program said, and its spans: [name, start, end]."""
     bench = Bench()
     said = {}
-    for name, program in PROGRAMS.items():
+    for name, program in programs.items():
         with ascend_emulator.record_timeline() as spans:
             bench.start()
             said[name] = program(bench)

@@ -107,7 +107,8 @@ def disk_in(
     """A tier that never takes more than its capacity, and of which nothing is left at the end."""
     files, clock = files or FaultyFiles(), Clock()
     fds = open_in(folder)
-    tier = DiskTier(folder, capacity=capacity, files=files, clock=clock, workers=workers, **options)
+    options = {"clock": clock} | options
+    tier = DiskTier(folder, capacity=capacity, files=files, workers=workers, **options)
     disk = Disk(tier, files, clock, folder, capacity)
     files.watch = disk.watch
     try:

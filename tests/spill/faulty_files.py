@@ -106,6 +106,9 @@ class FaultyFiles:
     def stat(self, fd: int) -> os.stat_result:
         return self._call("stat", lambda: self._files.stat(fd))
 
+    def free_bytes(self, folder: int) -> int:
+        return self._files.free_bytes(folder)
+
     def sync(self, fd: int) -> None:
         self._call("sync", lambda: self._files.sync(fd))
 

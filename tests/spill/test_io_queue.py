@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from tiered_mem.spill.io_queue import IoQueue, Job
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 class Work:
@@ -189,6 +194,32 @@ def test_threads_that_cannot_be_started_leave_none_behind(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match="can't start"):
         IoQueue(2, "test-io")
     assert threads() == []
+
+
+@pytest.mark.timeout(120)  # threads that wait for such a lock do not end
+def test_an_interrupt_of_whoever_submits_leaves_no_lock_taken(queue: IoQueue) -> None:
+    """At each call and return on the way, where Python looks for signals."""
+    for reached in range(1, 100):
+        left = reached
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> TraceFunction:
+            nonlocal left
+            left -= event in ("call", "return")
+            if left == 0:
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            queue.submit(lambda: None, urgent=True)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert queue.submit(lambda: None, urgent=True).wait(30), reached
+        if left > 0:
+            break
+    assert 5 < reached < 99
 
 
 @pytest.mark.parametrize("workers", [0, -1])

@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +19,14 @@ from ..errors import Closed, TierFull
 from ..sizes import format_bytes
 from .disk_record import DiskStats, Record, SpillFile, WriteGate
 from .file_pool import FilePool
-from .filesystem import Files
+from .filesystem import Files, HollowFiles
 from .folder import SpillFolder
-from .io_queue import IoQueue, Job
+from .io_queue import Drive, DriveQueue, IoQueue, Job
 from .record import ALIGNMENT, Entry, Header
-from .record_io import Piece, RecordIo, checksum_by_name
+from .record_io import Piece, RecordIo, checksum_by_name, without_data
 
 SMALLEST_RECORD = 2 * ALIGNMENT
-# Hears of a read or a write that has ended, well or not: its bytes, and when it began and ended by perf_counter.
+# Hears of a read or a write that has ended, well or not: its bytes, and when it began and ended by `now`.
 Watcher = Callable[[Literal["read", "write"], int, float, float], None]
 
 _log = logging.getLogger("tiered_mem.spill")
@@ -46,7 +45,11 @@ class DiskTier:
     capacity: the bytes that all files together may take; None is half of what is free.
     write_budget: the bytes that may be written in all, as drives wear out.
     checksum: "xxh3_64", "crc32", "none", or None for the fastest there is.
+    drive: a model that says how long operations take; None is the real one. See DriveQueue. With a dry one files
+        have headers and no data.
     files, clock: for tests.
+
+    now: the seconds of the drive's clock, which is that of time.perf_counter for a real one.
 
     Raises SpillDirRefused, ValueError for a capacity that holds no record or that the file system does not have,
     and the errors of `checksum_by_name`.
@@ -60,13 +63,16 @@ class DiskTier:
         write_budget: int | None = None,
         checksum: str | None = None,
         workers: int = 4,
+        drive: Drive | None = None,
         files: Files | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if capacity is not None and capacity < SMALLEST_RECORD:
             raise ValueError(f"capacity is {capacity} bytes; the smallest record takes {SMALLEST_RECORD}")
-        self._checksum = checksum_by_name(checksum)
-        self._os = files or Files()
+        dry = drive is not None and drive.dry
+        known = checksum_by_name(checksum)
+        self._checksum = without_data(known) if dry else known
+        self._os = files or (HollowFiles() if dry else Files())
         self._run = uuid.uuid4().hex[:12]
         self._folder = folder = SpillFolder(spill_dir, run=self._run, files=self._os)
         try:
@@ -79,12 +85,14 @@ class DiskTier:
                     f"{format_bytes(free)} left; lower spill_bytes, or make room"
                 )
             self._direct = folder.takes_direct_io()
-            self._queue = IoQueue(workers, "tiered_mem-disk")
+            threads = IoQueue(workers, "tiered_mem-disk")
         except BaseException:
             folder.close()
             raise
+        self._queue = threads if drive is None else DriveQueue(drive, threads)
+        self.now = self._queue.now
         self._files = FilePool(folder, self._os, capacity=capacity, direct=self._direct)
-        self._gate = WriteGate(write_budget, clock)
+        self._gate = WriteGate(write_budget, clock or self.now)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
@@ -126,7 +134,9 @@ class DiskTier:
                 record = Record(header, layout, self._files.claim(layout.file_bytes))
                 self._stats.add(record)
                 attempt = self._gate.begin(record.cost)
-                record.job = self._queue.submit(partial(self._write, record, pieces, attempt), urgent=False)
+                io = RecordIo(self._os, self._checksum, self._direct)
+                work, told = partial(self._write, io, record, pieces, attempt), partial(self._ended, "write", io)
+                record.job = self._queue.submit(work, urgent=False, nbytes=record.nbytes, told=told)
                 return record
         self._tell(refusal)
         try:
@@ -155,8 +165,11 @@ class DiskTier:
                 if not 0 <= index < count:
                     raise ValueError(f"record {record.number} has {count} pieces, and none of index {index}")
             record.operations += 1
-            work = partial(self._read, record, record.file, wanted)
-            return self._queue.submit(work, urgent=True)
+            nbytes = record.layout.header_bytes
+            nbytes += sum(round_up(record.header.entries[index].nbytes) for index, _ in wanted)
+            io = RecordIo(self._os, self._checksum, self._direct)
+            work, told = partial(self._read, io, record, record.file, wanted), partial(self._ended, "read", io)
+            return self._queue.submit(work, urgent=True, nbytes=nbytes, told=told)
 
     def release(self, record: Record) -> None:
         """Nobody needs the record. Its file is used again when no operation needs it any more. Idempotent.
@@ -199,10 +212,9 @@ class DiskTier:
         _end(self._queue, self._folder, self._pid)
         self._end.detach()
 
-    def _write(self, record: Record, pieces: Sequence[Piece], attempt: int) -> None:
-        io = RecordIo(self._os, self._checksum, self._direct)
+    def _write(self, io: RecordIo, record: Record, pieces: Sequence[Piece], attempt: int) -> None:
         try:
-            with self._watched("write", io), self._files.writing(record.claim) as file:
+            with self._files.writing(record.claim) as file:
                 header, encoded = io.write(file.fd, record, pieces, reused=file.identity is not None)
         except BaseException as error:
             with self._lock:
@@ -225,11 +237,10 @@ class DiskTier:
         if news:
             _log.warning("writing to %s works again", self._folder.path)
 
-    def _read(self, record: Record, file: SpillFile, wanted: Sequence[tuple[int, int]]) -> None:
-        io = RecordIo(self._os, self._checksum, self._direct)
+    def _read(self, io: RecordIo, record: Record, file: SpillFile, wanted: Sequence[tuple[int, int]]) -> None:
         sound = False
         try:
-            with self._watched("read", io), self._files.reading(file) as fd:
+            with self._files.reading(file) as fd:
                 io.read(fd, record, wanted, self._files.path(file))
             sound = True
         finally:
@@ -240,15 +251,9 @@ class DiskTier:
                 record.operations -= 1
                 self._free_unneeded(record)
 
-    @contextmanager
-    def _watched(self, kind: Literal["read", "write"], io: RecordIo) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            ended = time.perf_counter()
-            for watcher in self._watchers:
-                watcher(kind, io.moved, began, ended)
+    def _ended(self, kind: Literal["read", "write"], io: RecordIo, began: float, ended: float) -> None:
+        for watcher in self._watchers:
+            watcher(kind, io.moved, began, ended)
 
     def _free_unneeded(self, record: Record) -> None:
         """Frees the file of a released record, once no operation needs it."""
@@ -288,7 +293,7 @@ class DiskTier:
             raise Closed(f"the disk tier in {self._folder.path} is closed, or that of the process that forked this")
 
 
-def _end(queue: IoQueue, folder: SpillFolder, pid: int) -> None:
+def _end(queue: IoQueue | DriveQueue, folder: SpillFolder, pid: int) -> None:
     # The threads are the parent's, and a lock in a child may be held by one of them for ever.
     if os.getpid() == pid:
         queue.close()

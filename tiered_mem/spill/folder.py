@@ -78,8 +78,7 @@ class SpillFolder:
 
     def free_bytes(self) -> int:
         """The bytes that the file system has left for this user. Quotas may leave less."""
-        found = os.fstatvfs(self._fd())
-        return found.f_bavail * found.f_frsize
+        return self._files.free_bytes(self._fd())
 
     def takes_direct_io(self) -> bool:
         """Whether direct I/O works in this folder, found by a trial. If it does not, ordinary I/O does.

@@ -159,6 +159,11 @@ def checksum_by_name(name: str | None) -> Checksum:
     return Checksum("none", _no_digits) if name == "none" else Checksum("crc32", _crc32)
 
 
+def without_data(checksum: Checksum) -> Checksum:
+    """The same, but zeros for any data: where there is none to look at."""
+    return Checksum(checksum.name, lambda data: "0" * DIGITS[checksum.name])
+
+
 def _runs(parts: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
     """Parts (ptr, nbytes, offset) in whole blocks, joined where they are neighbours in memory and in the file."""
     start = end = offset = 0

@@ -43,6 +43,7 @@ class Trace:
 
     limit: the number of records that are kept for `export`, and of records of files; the oldest go first. `figures`
         counts all that were ever made. Raises ValueError below 1.
+    now: the host's clock, in seconds.
     pending: the number of records besides that the device may be behind. Where it is farther behind, recording
         waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
     aligned: what the host and the files do is on the device's axis of time, for which the host waits once for it.
@@ -50,7 +51,13 @@ class Trace:
     """
 
     def __init__(
-        self, device: Device, *, limit: int = 100_000, pending: int = 10_000, aligned: bool = True
+        self,
+        device: Device,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        limit: int = 100_000,
+        pending: int = 10_000,
+        aligned: bool = True,
     ) -> None:
         if min(limit, pending) < 1:
             raise ValueError(f"a trace must keep at least 1 record, not {min(limit, pending)}")
@@ -72,7 +79,8 @@ class Trace:
         event = device.timed_event(device.current_stream())
         if aligned:
             event.synchronize()
-        self._host_base = time.perf_counter()
+        self._now = now
+        self._host_base = now()
         self._base = _Base(event, 0.0)
 
     # What the manager tells.
@@ -130,14 +138,14 @@ class Trace:
     @contextmanager
     def host_waits(self) -> Iterator[None]:
         """The host waits for room inside."""
-        began = time.perf_counter() - self._host_base
+        began = self._now() - self._host_base
         try:
             yield
         finally:
-            self._keep(HostWait(), (began, time.perf_counter() - self._host_base))
+            self._keep(HostWait(), (began, self._now() - self._host_base))
 
     def file_moved(self, kind: FileKind, nbytes: int, began: float, ended: float) -> None:
-        """A file was read or written. Any thread may call it. began, ended: seconds of time.perf_counter."""
+        """A file was read or written. Any thread may call it. began, ended: seconds of the host's clock."""
         record = FileMove(kind, nbytes)
         record.times = (began - self._host_base, ended - self._host_base)
         with self._files_lock:
