@@ -44,7 +44,7 @@ class Pass:
     """A forward and a backward of layers that save tensors, call by call. All of them leave the device."""
 
     def __init__(self, manager: TieringManager) -> None:
-        movable = manager.movable(min_bytes=NBYTES)
+        movable = manager.contexts.movable(min_bytes=NBYTES)
         self._forward = ForwardPass(manager.activations, movable, LAYERS)
         self._manager = manager
         self._kind = manager.device.torch_device

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
 from typing import cast
@@ -15,18 +15,17 @@ from typing import cast
 import torch
 
 from .activations.activations import Activations, advice
-from .activations.attachment import Attachment, is_attached
+from .activations.attachment import Attachment
 from .activations.block_copies import BlockCopies
 from .activations.block_store import BlockStore
+from .activations.contexts import Contexts
 from .activations.host_room import HostRoom
-from .activations.layer_context import LayerContext, LayerSequence
-from .activations.model_layers import repeated_blocks
-from .activations.movable import Movable, Stayed
+from .activations.layer_context import LayerContext
 from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
 from .activations.step_watch import StepWatch
 from .allocators.base import HostPool
-from .arguments import instance, whole_number, with_methods, yes_or_no
+from .arguments import instance, with_methods, yes_or_no
 from .automatic import planned_policy
 from .device import Device
 from .errors import DeviceFailed
@@ -36,9 +35,9 @@ from .interrupts import Interrupts, uninterrupted
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, ManualPolicy, PlannedPolicy, Policy, policy_by_name
+from .policies import Action, Policy, policy_by_name
 from .report import flatten, summary
-from .sizes import format_bytes, parse_bytes
+from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
 from .stats import Counters, Stats
 from .tiers import disk_tier, host_tier
@@ -84,7 +83,7 @@ class TieringManager:
         memory_summary(). It costs a few events for each layer, and about 40 MB: the last 100,000 records, and as
         many of files, are kept for export_trace(). memory_summary() counts all.
 
-    activations: what the offload contexts of this manager use.
+    activations, contexts: what the offload contexts of this manager use, and what makes them.
 
     Use it as a context manager, or call close(); one that is forgotten frees its host memory when the last
     activation in it is gone. Raises ValueError for arguments that cannot be right, DeviceUnavailable for a device
@@ -157,6 +156,7 @@ class TieringManager:
                 before=self._phases.free,
                 after=self._optimizers.poll,
             )
+            self.contexts = Contexts(self.activations, self._policy, self.device, self._disk, self._counters)
             # Saved tensors keep these, and not the manager.
             owned = (self._engine, self._host, self._disk, self._interrupts)
             weakref.finalize(self.activations, _abandon, *owned).atexit = False
@@ -175,12 +175,7 @@ class TieringManager:
         Raises ValueError where the policy does not suit that many layers, a model's layers cannot be found, or the
         disk tier is too small for any block.
         """
-        if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
-            return self._context_of_model(layers, layers=repeated_blocks(layers), min_bytes=min_bytes)
-        modules = [instance("layers", layer, torch.nn.Module) for layer in layers]
-        self._policy.check(len(modules))
-        movable = self.movable(modules, min_bytes=min_bytes)
-        return OffloadContext(self.activations, modules, movable, whole=False)
+        return self.contexts.of_layers(layers, min_bytes=min_bytes)
 
     def attach(self, model: torch.nn.Module, *, min_bytes: int | str = 1 << 20) -> Attachment:
         """From now on each forward of the model that trains runs in an offload context of its own.
@@ -192,20 +187,7 @@ class TieringManager:
         Returns a handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
         Raises ValueError as `offload_context` does, and for a model that is attached already.
         """
-        instance("model", model, torch.nn.Module)
-        if is_attached(model):
-            raise ValueError(f"this {type(model).__name__} is attached already: remove() that attachment first")
-        layers = repeated_blocks(model)
-        return Attachment(model, partial(self._context_of_model, layers=layers, min_bytes=min_bytes))
-
-    def _context_of_model(
-        self, model: torch.nn.Module, *, layers: list[torch.nn.Module], min_bytes: int | str
-    ) -> OffloadContext:
-        self._policy.check(len(layers))
-        inside = {module for layer in layers for module in layer.modules()}
-        others = [module for module in model.modules() if module not in inside]
-        movable = self.movable(layers, others=others, min_bytes=min_bytes)
-        return OffloadContext(self.activations, layers, movable, whole=True)
+        return self.contexts.attach(model, min_bytes=min_bytes)
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str = 1 << 20, variable_depth: bool = True
@@ -219,11 +201,7 @@ class TieringManager:
 
         Raises ValueError where the policy does not suit that many layers.
         """
-        whole_number("num_layers", num_layers, at_least=1)
-        yes_or_no("variable_depth", variable_depth)
-        self._policy.check(num_layers)
-        movable = self.movable(min_bytes=min_bytes)
-        return LayerContext(LayerSequence(self.activations, movable, num_layers, variable_depth=variable_depth))
+        return self.contexts.of_loop(num_layers, min_bytes=min_bytes, variable_depth=variable_depth)
 
     @uninterrupted
     def register_optimizer(
@@ -306,24 +284,6 @@ class TieringManager:
                 "offload and reload take a torch.nn.Module, or what register_optimizer returned, not "
                 f"{type(thing).__name__}"
             )
-
-    def movable(
-        self,
-        layers: Sequence[torch.nn.Module] = (),
-        *,
-        others: Sequence[torch.nn.Module] = (),
-        min_bytes: int | str = 1,
-        min_elements: int = 1,
-    ) -> Movable:
-        """What judges saved tensors for one context. Raises ValueError where no block would fit the disk tier."""
-        nbytes = parse_bytes(min_bytes)
-        if self._disk is not None and self._disk.capacity < nbytes:
-            raise ValueError(
-                f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
-                f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
-            )
-        stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy | PlannedPolicy))
-        return Movable(self.device, layers, stayed, others=others, min_bytes=nbytes, min_elements=min_elements)
 
     @uninterrupted
     def stats(self) -> Stats:

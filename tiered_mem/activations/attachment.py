@@ -8,17 +8,15 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-
-from .offload_context import OffloadContext
 
 
 class Attachment:
     """What TieringManager.attach() returns. Keeps no model alive. A context manager, which ends with remove()."""
 
-    def __init__(self, model: torch.nn.Module, make_context: Callable[[torch.nn.Module], OffloadContext]) -> None:
+    def __init__(self, model: torch.nn.Module, make_context: Callable[[torch.nn.Module], Context]) -> None:
         self._forward = AttachedForward(model, make_context)
         self._model = weakref.ref(model)
         vars(model)["forward"] = self._forward
@@ -48,7 +46,7 @@ class AttachedForward:
     ends a forward, and whatever is saved after that would be taken for this forward's.
     """
 
-    def __init__(self, model: torch.nn.Module, make_context: Callable[[torch.nn.Module], OffloadContext]) -> None:
+    def __init__(self, model: torch.nn.Module, make_context: Callable[[torch.nn.Module], Context]) -> None:
         self.active = True
         self.__name__ = "forward"
         self.__doc__ = model.forward.__doc__
@@ -64,7 +62,7 @@ class AttachedForward:
         forward = self._replaced or partial(type(model).forward, model)
         if not (self.active and model.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        context: OffloadContext | None = getattr(self._of_thread, "context", None)
+        context: Context | None = getattr(self._of_thread, "context", None)
         if context is None:
             context = self._of_thread.context = self._make_context(model)
         if not context.free:
@@ -101,3 +99,14 @@ def is_attached(model: torch.nn.Module) -> bool:
     """Whether the model's forward is that of an attachment which was not removed."""
     forward = vars(model).get("forward")
     return isinstance(forward, AttachedForward) and forward.active
+
+
+class Context(Protocol):
+    """An offload context. free: whether it can be entered."""
+
+    @property
+    def free(self) -> bool: ...
+    def __enter__(self) -> object: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

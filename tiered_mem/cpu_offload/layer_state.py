@@ -42,7 +42,7 @@ class OffloadableLayerState:
             host_bytes=host_bytes,
             transfer_stream=offload_stream,
         )
-        self._movable = self.manager.movable(min_elements=MIN_ELEMENTS)
+        self._movable = self.manager.contexts.movable(min_elements=MIN_ELEMENTS)
         self._tensors = PushedTensors()
         self._moves = LayerMoves(self.manager.activations)
         self._forward: ForwardPass | None = None

@@ -47,7 +47,7 @@ class OffloadSynchronizer:
             host_bytes=host_bytes,
             transfer_stream=offload_stream,
         )
-        movable = self.manager.movable(min_elements=MIN_ELEMENTS)
+        movable = self.manager.contexts.movable(min_elements=MIN_ELEMENTS)
         self.sequence = LayerSequence(self.manager.activations, movable, num_layers, variable_depth=variable_depth)
         # The layers whose pushed tensors are taken over.
         self._offloaded: Container[int] = range(num_layers)

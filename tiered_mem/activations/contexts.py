@@ -1,0 +1,88 @@
+"""Makes a manager's offload contexts, and checks what it is given for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from ..arguments import instance, whole_number, yes_or_no
+from ..device import Device
+from ..policies import ManualPolicy, PlannedPolicy, Policy
+from ..sizes import format_bytes, parse_bytes
+from ..spill.disk_tier import DiskTier
+from ..stats import Counters
+from .activations import Activations
+from .attachment import Attachment, is_attached
+from .layer_context import LayerContext, LayerSequence
+from .model_layers import repeated_blocks
+from .movable import Movable, Stayed
+from .offload_context import OffloadContext
+
+
+class Contexts:
+    """Contexts for the activations of one manager. Arguments and errors are those of TieringManager."""
+
+    def __init__(
+        self, activations: Activations, policy: Policy, device: Device, disk: DiskTier | None, counters: Counters
+    ) -> None:
+        self._activations = activations
+        self._policy = policy
+        self._device = device
+        self._disk = disk
+        self._counters = counters
+
+    def of_layers(
+        self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str
+    ) -> OffloadContext:
+        """For layers that the user names, or for a model's own."""
+        if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
+            return self._of_model(layers, layers=repeated_blocks(layers), min_bytes=min_bytes)
+        modules = [instance("layers", layer, torch.nn.Module) for layer in layers]
+        self._policy.check(len(modules))
+        movable = self.movable(modules, min_bytes=min_bytes)
+        return OffloadContext(self._activations, modules, movable, whole=False)
+
+    def attach(self, model: torch.nn.Module, *, min_bytes: int | str) -> Attachment:
+        """For each forward of a model."""
+        instance("model", model, torch.nn.Module)
+        if is_attached(model):
+            raise ValueError(f"this {type(model).__name__} is attached already: remove() that attachment first")
+        layers = repeated_blocks(model)
+        return Attachment(model, partial(self._of_model, layers=layers, min_bytes=min_bytes))
+
+    def of_loop(self, num_layers: int, *, min_bytes: int | str, variable_depth: bool) -> LayerContext:
+        """For a loop of the user's own."""
+        whole_number("num_layers", num_layers, at_least=1)
+        yes_or_no("variable_depth", variable_depth)
+        self._policy.check(num_layers)
+        movable = self.movable(min_bytes=min_bytes)
+        return LayerContext(LayerSequence(self._activations, movable, num_layers, variable_depth=variable_depth))
+
+    def movable(
+        self,
+        layers: Sequence[torch.nn.Module] = (),
+        *,
+        others: Sequence[torch.nn.Module] = (),
+        min_bytes: int | str = 1,
+        min_elements: int = 1,
+    ) -> Movable:
+        """What judges saved tensors for one context. Raises ValueError where no block would fit the disk tier."""
+        nbytes = parse_bytes(min_bytes)
+        if self._disk is not None and self._disk.capacity < nbytes:
+            raise ValueError(
+                f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
+                f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
+            )
+        stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy | PlannedPolicy))
+        return Movable(self._device, layers, stayed, others=others, min_bytes=nbytes, min_elements=min_elements)
+
+    def _of_model(
+        self, model: torch.nn.Module, *, layers: list[torch.nn.Module], min_bytes: int | str
+    ) -> OffloadContext:
+        self._policy.check(len(layers))
+        inside = {module for layer in layers for module in layer.modules()}
+        others = [module for module in model.modules() if module not in inside]
+        movable = self.movable(layers, others=others, min_bytes=min_bytes)
+        return OffloadContext(self._activations, layers, movable, whole=True)
