@@ -136,7 +136,7 @@ def test_an_operator_without_a_kernel_is_one_kernel_of_the_right_shape(zero: dic
     assert spans == [["aten._weight_norm_interface.default", 4 * 4 * 5 + 4 * 4]]
     shape, spans = zero["returned"]
     assert shape == [4, 5]
-    assert spans == [["aten.geometric_.default", 4 * 4 * 5]]
+    assert spans[-1] == ["aten.geometric_.default", 4 * 4 * 5]
     shape, spans = zero["in place"]
     assert shape is None
     assert spans[-1] == ["aten._fused_adam_.default", 4 * 4 * 5]
