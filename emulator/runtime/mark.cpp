@@ -20,9 +20,13 @@ void Mark::reach() {
   changed_.notify_all();
 }
 
-void Mark::wait() {
+void Mark::ask() {
   // A stream that is gone has done its work.
   if (const auto stream = stream_.lock()) Schedule::get().need(*stream, position_);
+}
+
+void Mark::wait() {
+  ask();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return reached_; });
 }

@@ -22,7 +22,8 @@ class Mark {
   void place(std::weak_ptr<Stream> stream, uint64_t position, VectorClock known);
 
   void reach();
-  void wait();     // makes the schedule run what comes before it
+  void ask();      // makes the schedule run what comes before it
+  void wait();     // the same, and blocks until it is reached
   bool reached();  // for streams: whether it has come to pass
   bool asked();    // for the host: the same, and the schedule hears that somebody polls
   Time when();

@@ -27,6 +27,9 @@ class Model {
   // What a direction keeps of that while the other one is busy.
   double share_beside(Unit direction) const;
 
+  // An operation of several ranks, once all are there.
+  Nanoseconds ring(const Work& work) const;
+
   // What the host spends on putting a kernel or copy, and an event's record or wait, on a stream; on asking whether
   // something has passed; and on a wait, beyond the end of what is waited for.
   Nanoseconds issue() const { return issue_; }
@@ -52,6 +55,8 @@ class Model {
   const double step_factor_;
   const Nanoseconds latency_, issue_, event_, query_, wait_;
   const double h2d_, d2h_;  // bytes per ns
+  const double ring_, pair_;  // bytes per ns
+  const Nanoseconds ring_start_;
   const double h2d_beside_d2h_, d2h_beside_h2d_, pageable_share_;
   const double host_cpu_factor_;
   std::vector<std::pair<double, double>> matmul_shares_;  // by the least dimension, rising

@@ -40,7 +40,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void permit(uint64_t position);
   bool finished(uint64_t position);
   bool busy();
-  bool ready();    // has an operation that waits for no other stream
+  bool ready();    // has an operation that waits for no other stream, and for no other process
+  void demand();   // asks other processes for what its next operation waits for
   void run_one();  // and comes back when it is done
   uint64_t count_poll();
 
@@ -78,6 +79,7 @@ class Streams {
   StreamError synchronize(int device);
   bool busy();
   std::vector<std::shared_ptr<Stream>> ready();
+  void demand();
 
  private:
   std::vector<std::shared_ptr<Stream>> list();

@@ -45,6 +45,10 @@ h2d_beside_d2h = 0.5
 d2h_beside_h2d = 0.75
 pageable_share = 0.5
 latency_us = 6
+[cards]
+ring_bytes_per_s = 30e9
+pair_bytes_per_s = 20e9
+start_us = 12
 """
 NBYTES = 1_000_000  # 100 us to the device, 50 us back
 ROOM = 10 * NBYTES
