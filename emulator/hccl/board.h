@@ -35,6 +35,7 @@ struct Stop {
 struct Party {
   std::atomic<uint64_t> called;       // by the host: the number of the last one
   std::atomic<Kind> last_kind;        // and what that was
+  std::atomic<HcclDataType> last_dtype;
   std::atomic<uint64_t> last_count;
   std::atomic<uint64_t> step;         // by the stream: the last one done
   std::atomic<uint64_t> wanted;       // by others: the step that they wait for

@@ -126,6 +126,7 @@ HcclResult Communicator::put(const std::string& function, aclrtStream stream, st
   for (Leg& leg : legs) {
     Party& mine = leg.channel.parties[leg.party];
     mine.last_kind = leg.slip.kind;
+    mine.last_dtype = leg.slip.dtype;
     mine.last_count = leg.slip.count;
     leg.number = ++mine.called;
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace emulator::hccl {
 namespace {
@@ -24,15 +25,19 @@ bool any_party(const std::vector<Leg>& legs, Test test) {
 }
 
 std::string whereabouts(const Leg& leg, const Party& party) {
-  if (party.called >= leg.number) return "which has called it, but its stream has not come to it";
-  if (party.called == 0) return "which has not called it, nor any other on this communicator";
-  const Slip last{.kind = party.last_kind, .count = party.last_count};
-  return "which has not called it; its last call was operation " + std::to_string(party.called) + ", " + in_words(last);
+  if (party.called >= leg.number) return "which has called it, but its stream is held up by something before it";
+  if (party.called == 0) return "which has not called it, nor anything before it";
+  return "which has not called it; its last call was operation " + std::to_string(party.called) + ", " +
+         in_words(party.last_kind, party.last_count, party.last_dtype);
 }
 
 std::string in_words(const Leg& leg) {
-  return in_words(leg.slip) + ", operation " + std::to_string(leg.number) + " on rank " +
-         std::to_string(leg.channel.ranks[leg.party]);
+  std::string text = in_words(leg.slip) + ", operation " + std::to_string(leg.number);
+  if (leg.slip.kind == Kind::transfer) {
+    const auto& [from, to] = std::pair(leg.channel.ranks[0], leg.channel.ranks[1]);
+    text += " from rank " + std::to_string(from) + " to rank " + std::to_string(to);
+  }
+  return text + ", as seen by rank " + std::to_string(leg.channel.ranks[leg.party]);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ const char* name_of(Kind kind) {
     case Kind::reduce_scatter: return "HcclReduceScatter";
     case Kind::all_to_all: return "HcclAlltoAll";
     case Kind::barrier: return "HcclBarrier";
-    case Kind::transfer: return "a send or receive";
+    case Kind::transfer: return "HcclSend or HcclRecv";
     default: return "nothing";
   }
 }
@@ -76,11 +76,15 @@ bool agree(const Slip& one, const Slip& other) {
          one.count == other.count;
 }
 
+std::string in_words(Kind kind, uint64_t count, HcclDataType dtype) {
+  const std::string name = name_of(kind);
+  if (kind == Kind::none || kind == Kind::barrier) return name;
+  if (kind == Kind::all_to_all && count == 0) return name + " of uneven parts";
+  return name + " of " + std::to_string(count) + " " + name_of(dtype);
+}
+
 std::string in_words(const Slip& slip) {
-  std::string text = name_of(slip.kind);
-  if (slip.kind == Kind::none || slip.kind == Kind::barrier) return text;
-  if (slip.kind == Kind::all_to_all && slip.count == 0) return text + " of " + name_of(slip.dtype) + ", uneven";
-  text += " of " + std::to_string(slip.count) + " " + name_of(slip.dtype);
+  std::string text = in_words(slip.kind, slip.count, slip.dtype);
   if (reduces(slip.kind)) text += std::string(", ") + name_of(slip.op);
   if (has_root(slip.kind)) text += ", root " + std::to_string(slip.root);
   return text;

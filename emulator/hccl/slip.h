@@ -37,7 +37,8 @@ size_t size_of(HcclDataType dtype);  // in bytes; 0 for what is no type
 
 bool agree(const Slip& one, const Slip& other);
 
-// "HcclAllReduce of 1024 fp32"
+// "HcclAllReduce of 1024 fp32", and with ", sum" or ", root 0" behind it.
+std::string in_words(Kind kind, uint64_t count, HcclDataType dtype);
 std::string in_words(const Slip& slip);
 
 // What the slowest rank sends or receives over its links, of an operation with that many bytes at each rank's input

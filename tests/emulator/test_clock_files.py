@@ -141,7 +141,7 @@ def test_a_wrong_file_is_one_line_before_torch_is_loaded(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", CHIPS)
 def test_each_chip_has_all_figures_and_a_server(name: str) -> None:
     figures = model(clock=name)
-    assert len(figures) == 23
+    assert len(figures) == 26
     assert float(figures["link.h2d_bytes_per_s"]) > 1e10
 
 
