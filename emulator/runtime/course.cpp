@@ -106,9 +106,9 @@ Course::Next Course::next() {
   for (const auto& lane : busy_) {
     const Task& first = *lane->tasks.front();
     if (!lane->begun || !first.meeting) continue;
-    const Nanoseconds earliest = lane->began + model_.ring(*first.work);
     const auto end = end_of(*first.meeting);
-    const Nanoseconds at = std::max(earliest, end.value_or(earliest));
+    // What was issued since the arrival was foreseen may have held up the stream. It is the others' end all the same.
+    const Nanoseconds at = std::max(lane->began, end ? *end : least_ends_.at(first.meeting.get()));
     if (at < found.at) found = {.at = at, .lane = lane.get(), .unknown = end ? nullptr : first.meeting};
   }
   for (const auto& lane : busy_) {
@@ -136,6 +136,7 @@ void Course::end_first(Lane& lane) {
   const auto task = std::move(lane.tasks.front());
   lane.tasks.pop_front();
   lane.begun = false;
+  least_ends_.erase(task->meeting.get());
   ended(lane, *task);
   if (task->reaches) reached(*task->reaches);
 }
@@ -159,7 +160,10 @@ std::shared_ptr<Meeting> Course::foresee() {
       unknown = each;
       return false;
     }
-    task->meeting->arrives(Foresight(*this, *task, std::move(needed)).arrival(), model_.ring(*task->work));
+    const Nanoseconds arrival = Foresight(*this, *task, std::move(needed)).arrival();
+    const Nanoseconds lasts = model_.ring(*task->work);
+    task->meeting->arrives(arrival, lasts);
+    least_ends_[task->meeting.get()] = arrival + lasts;
     return true;
   });
   return unknown;

@@ -123,6 +123,7 @@ class Course {
   Nanoseconds time_ = 0;
   std::vector<std::shared_ptr<Lane>> busy_;  // the lanes that have tasks
   std::map<int, Device> devices_;
+  std::map<const Meeting*, Nanoseconds> least_ends_;  // of those whose arrival is told
   std::deque<std::shared_ptr<const Task>> unforeseen_;  // meetings whose arrival is not told yet; time stops at these
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 from typing import Any
@@ -91,9 +92,9 @@ def a_late_host(watch: Watch) -> Any:
     if watch.rank.number == 0:
         event = watch.rank.acl.made("aclrtCreateEvent")
         watch.rank.acl.check("aclrtRecordEvent", event, watch.streams[0])
-        status = __import__("ctypes").c_int32(-1)
+        status = ctypes.c_int32(-1)
         while status.value != 1:
-            watch.rank.acl.check("aclrtQueryEventStatus", event, __import__("ctypes").byref(status))
+            watch.rank.acl.check("aclrtQueryEventStatus", event, ctypes.byref(status))
             polls += 1
     return [polls, watch.now()]
 
