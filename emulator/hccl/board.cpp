@@ -110,9 +110,8 @@ void Board::join(uint64_t cookie, int device, std::chrono::seconds patience) {
       const uint32_t before = changes();
       if (shared_->ranks[other].pid != 0) break;
       if (std::chrono::steady_clock::now() > deadline) {
-        throw std::runtime_error("rank " + std::to_string(other) + " of " + std::to_string(ranks_) +
-                                 " has not come within " + std::to_string(patience.count()) +
-                                 " s (HCCL_CONNECT_TIMEOUT)");
+        throw TimedOut("rank " + std::to_string(other) + " of " + std::to_string(ranks_) + " has not come within " +
+                       std::to_string(patience.count()) + " s (HCCL_CONNECT_TIMEOUT)");
       }
       for (uint32_t each = 0; each < ranks_; ++each) {
         if (is_gone(each) || has_left(each)) throw std::runtime_error(name_of(each) + " is gone");

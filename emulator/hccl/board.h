@@ -12,7 +12,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
-#include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -58,12 +58,16 @@ struct RootInfo {
   uint64_t cookie;  // so that another one's descriptor is not taken for this one's
 };
 
+struct TimedOut : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 class Board {
  public:
   static RootInfo make();
 
-  // Blocks until all ranks are there. Throws std::runtime_error if that takes longer than `patience`, and where ranks
-  // are missing or do not go together.
+  // Blocks until all ranks are there. Throws TimedOut if that takes longer than `patience`, and std::runtime_error
+  // where ranks are gone or do not go together.
   Board(const RootInfo& root, uint32_t ranks, uint32_t rank, int device, std::chrono::seconds patience);
   ~Board();
   Board(const Board&) = delete;

@@ -71,7 +71,8 @@ HCCL_EXPORT HcclResult HcclCommInitRootInfoConfig(uint32_t ranks, const HcclRoot
     *handle = Communicators::all().add(
         std::make_shared<Communicator>(root, ranks, rank, name, size_t{2 * mebibytes} << 20, patience));
   } catch (const std::exception& error) {
-    code = refuse(HCCL_E_TIMEOUT, std::string("HcclCommInitRootInfo: ") + error.what());
+    const bool late = dynamic_cast<const TimedOut*>(&error) != nullptr;
+    code = refuse(late ? HCCL_E_TIMEOUT : HCCL_E_UNAVAIL, std::string("HcclCommInitRootInfo: ") + error.what());
   }
   if (root.pid == getpid()) close(root.fd);  // all have opened it by now, or never will
   return code;
