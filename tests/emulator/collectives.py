@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 
+import ascend_emulator
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -166,7 +167,10 @@ def send_and_receive(device: str) -> object:
 
 @check
 def a_ring_of_batches(device: str) -> object:
-    sent, received = [values(3, seed=i).to(device) for i in range(3)], [torch.empty(3, device=device) for _ in range(3)]
+    sent, received = (
+        [values(3, seed=i).to(device) for i in range(3)],
+        [torch.empty(3, device=device) for _ in range(3)],
+    )
     steps = [dist.P2POp(dist.isend, each, (RANK + 1) % RANKS) for each in sent]
     steps += [dist.P2POp(dist.irecv, each, (RANK - 1) % RANKS) for each in received]
     for work in dist.batch_isend_irecv(steps):
@@ -231,5 +235,8 @@ if __name__ == "__main__":
         ours = function("npu")
         if not equal(ours, theirs := function("cpu")):
             found[name] = f"{ours} is not {theirs}"
+    torch.npu.synchronize()
+    watched = os.environ["ASCEND_EMULATOR_RACES"] == "1"
+    raced = [str(race) for race in ascend_emulator.races()] if watched else []
     dist.destroy_process_group()
-    print(json.dumps({"rank": RANK, "checks": len(CHECKS), "wrong": found}), flush=True)
+    print(json.dumps({"rank": RANK, "checks": len(CHECKS), "wrong": found, "races": raced}), flush=True)

@@ -123,8 +123,10 @@ if __name__ == "__main__":
     for way in sys.argv[1:]:
         for name, make in MODELS.items():
             said[f"{way} {name}"] = {device: train(make, WAYS[way], device) for device in ("npu", "cpu")}
-    if os.environ["ASCEND_EMULATOR_RACES"] == "1":
-        torch.npu.synchronize()
-        said["races"] = [str(race) for race in ascend_emulator.races()]
+    torch.npu.synchronize()
+    watched = os.environ["ASCEND_EMULATOR_RACES"] == "1"
+    said["races"] = [str(race) for race in ascend_emulator.races()] if watched else []
+    if os.environ["ASCEND_EMULATOR_CLOCK"]:
+        said["now"] = ascend_emulator.now()
     dist.destroy_process_group()
     print(json.dumps(said), flush=True)

@@ -148,7 +148,9 @@ def test_a_lost_device_ends_it_for_all_ranks(wrong: Said) -> None:
 
 
 def test_calls_can_be_told_to_fail(wrong: Said) -> None:
-    codes = [[4, f"{function}: this call was told to fail"] for function in ("HcclAllReduce", "HcclCommInitRootInfo")]
+    codes = [
+        [4, f"{function}: this call was told to fail"] for function in ("HcclAllReduce", "HcclCommInitRootInfo")
+    ]
     assert wrong["told_to_fail"] == [[codes, [10, 12, 14, 16]]] * 2
 
 

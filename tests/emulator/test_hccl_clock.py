@@ -66,7 +66,10 @@ def test_a_receive_ends_with_its_send(said: Said) -> None:
 
 
 def test_a_rank_whose_host_waits_for_another_one_is_no_hindrance(said: Said) -> None:
-    assert [spans[-1] for _, spans in said["met_outside"]] == [["HcclAllReduce", 20, 126], ["HcclAllReduce", 64, 126]]
+    assert [spans[-1] for _, spans in said["met_outside"]] == [
+        ["HcclAllReduce", 20, 126],
+        ["HcclAllReduce", 64, 126],
+    ]
 
 
 def test_a_receive_may_be_issued_long_before_what_leads_to_its_send(said: Said) -> None:
