@@ -1,4 +1,4 @@
-"""What torch.distributed can do, each on the emulated NPUs by HCCL and on the CPU by gloo, in a job of several ranks.
+"""What torch.distributed can do, on the emulated NPUs by HCCL and on the CPU by gloo, in a job of several ranks.
 
 Run by torch.distributed.run. Each rank prints a line of JSON: its number, and what differed.
 """

@@ -1,4 +1,4 @@
-"""Programs of several ranks, by ctypes: right ones, and wrong ones that must end in an error or be seen as a race."""
+"""Programs of several ranks, by ctypes: right ones, and wrong ones that must end in an error or be a race."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def transfers(rank: Rank) -> Any:
 
 
 def groups(rank: Rank) -> Any:
-    """Two groups at once, and one of all: in the opposite order on half of the ranks, each on a stream of its own."""
+    """Two groups, and one of all: in the opposite order on half of the ranks, each on a stream of its own."""
     everybody = rank.communicator()
     half = rank.communicator([0, 1] if rank.number < 2 else [2, 3])
     other_stream = rank.acl.made("aclrtCreateStream")

@@ -6,7 +6,6 @@ Run by torch.distributed.run. Each rank prints a line of JSON: what training gav
 from __future__ import annotations
 
 import json
-import os
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Models trained by several ranks, on the emulated NPUs by HCCL and on the CPU by gloo, in one job.
 
-Run by torch.distributed.run with the ways to train as arguments. Each rank prints a line of JSON: what each way gave
-for each model on both devices, as the losses and a digest of the weights.
+Run by torch.distributed.run with the ways to train as arguments. Each rank prints a line of JSON: what each way
+gave for each model on both devices, as the losses and a digest of the weights.
 """
 
 from __future__ import annotations

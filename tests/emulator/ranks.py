@@ -1,7 +1,7 @@
 """Ranks without torch: processes that are forked before the device is used, and call HCCL by ctypes.
 
-To be used in a script that the emulator's launcher runs. Device memory is memory of the host here, so that it can be
-filled and read as it is.
+To be used in a script that the emulator's launcher runs. Device memory is memory of the host here, so that it can
+be filled and read as it is.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def floats_at(pointer: int, count: int) -> list[float]:
 
 
 def together(ranks: int, program: Program, **environment: str) -> list[Any]:
-    """What the program returned on each rank; the exit status, negative for a signal, of one that returned nothing."""
+    """What the program returned on each rank; or its exit status, negative for a signal, if it returned nothing."""
     mailboxes = [os.pipe() for _ in range(ranks)]
     results = [os.pipe() for _ in range(ranks)]
     children = []
