@@ -12,7 +12,9 @@ uint64_t laid_out(const Leg& leg) { return 2 * leg.number - 1; }
 
 bool has_not_laid_out(const Leg& leg, const Party& party) { return party.step < laid_out(leg); }
 
-bool has_not_arrived(const Leg& leg, const Party& party) { return party.stops[leg.number % kStops].number < leg.number; }
+bool has_not_arrived(const Leg& leg, const Party& party) {
+  return party.stops[leg.number % kStops].number < leg.number;
+}
 
 template <class Test>
 bool any_party(const std::vector<Leg>& legs, Test test) {

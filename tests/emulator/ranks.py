@@ -93,6 +93,11 @@ class Rank:
         return self.acl.message() if self.acl.call("aclrtSynchronizeStream", self.stream) else ""
 
 
+def mine(rank: Rank, count: int = 4) -> list[float]:
+    """Small whole numbers, other ones on each rank."""
+    return [10.0 * rank.number + i for i in range(count)]
+
+
 def floats_at(pointer: int, count: int) -> list[float]:
     return list(array("f", ctypes.string_at(pointer, 4 * count)))
 

@@ -14,8 +14,11 @@ Said = dict[str, list[Any]]
 
 SCRIPT = """
     import json, sys
-    from tests.emulator import hccl_programs
-    print(json.dumps(getattr(hccl_programs, sys.argv[1])()))
+    from tests.emulator import hccl_programs, hccl_wrong
+    which = {
+        "right": hccl_programs.run_right, "wrong": hccl_wrong.run_wrong, "racing": hccl_wrong.run_racing
+    }
+    print(json.dumps(which[sys.argv[1]]()))
 """
 
 
@@ -29,17 +32,17 @@ def run_programs(which: str, folder: Path, *options: str) -> Said:
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return run_programs("run_right", tmp_path_factory.mktemp("right"), "--races")
+    return run_programs("right", tmp_path_factory.mktemp("right"), "--races")
 
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return run_programs("run_wrong", tmp_path_factory.mktemp("wrong"))
+    return run_programs("wrong", tmp_path_factory.mktemp("wrong"))
 
 
 @pytest.fixture(scope="module")
 def racing(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return run_programs("run_racing", tmp_path_factory.mktemp("racing"), "--races")
+    return run_programs("racing", tmp_path_factory.mktemp("racing"), "--races")
 
 
 def given(rank: int, count: int = 4) -> list[float]:
@@ -94,7 +97,7 @@ def test_large_trays_are_used_again(right: Said) -> None:
 
 @pytest.mark.parametrize("schedule", ["late", "random"])
 def test_results_are_the_same_in_each_schedule(schedule: str, right: Said, tmp_path: Path) -> None:
-    assert run_programs("run_right", tmp_path, "--schedule", schedule, "--races") == right
+    assert run_programs("right", tmp_path, "--schedule", schedule, "--races") == right
 
 
 def test_ranks_in_another_order_are_told_what_each_calls(wrong: Said) -> None:
