@@ -11,10 +11,11 @@ void Mark::place(std::weak_ptr<Stream> stream, uint64_t position, VectorClock kn
   known_ = std::move(known);
 }
 
-void Mark::reach() {
+void Mark::reach(StreamError error) {
   {
     std::lock_guard lock(mutex_);
     reached_ = true;
+    error_ = std::move(error);
     when_ = std::chrono::steady_clock::now();
   }
   changed_.notify_all();
@@ -39,6 +40,11 @@ bool Mark::reached() {
 bool Mark::asked() {
   if (const auto stream = stream_.lock()) Schedule::get().polled(*stream, position_);
   return reached();
+}
+
+StreamError Mark::error() {
+  std::lock_guard lock(mutex_);
+  return error_;
 }
 
 Mark::Time Mark::when() {

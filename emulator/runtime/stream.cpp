@@ -174,7 +174,10 @@ void Stream::run() {
 }
 
 void Stream::execute(Operation& operation) {
-  if (operation.awaits && !operation.awaits->reached()) operation.awaits->wait();
+  if (operation.awaits) {
+    if (!operation.awaits->reached()) operation.awaits->wait();
+    take_over(operation.awaits->error());
+  }
   if (operation.gate && device_is_lost()) operation.gate->abandon();
   if (operation.body && !device_is_lost()) {
     try {
@@ -182,13 +185,21 @@ void Stream::execute(Operation& operation) {
       if (operation.gate) operation.gate->wait();
       operation.body();
     } catch (const std::exception& failure) {
-      std::lock_guard lock(mutex_);
-      if (error_.code == ACL_SUCCESS) {
-        error_ = {ACL_ERROR_RT_INTERNAL_ERROR, operation.name + " failed on the device: " + first_line(failure.what())};
-      }
+      const std::string message = operation.name + " failed on the device: " + first_line(failure.what());
+      take_over({ACL_ERROR_RT_INTERNAL_ERROR, message});
     }
   }
-  if (operation.reaches) operation.reaches->reach();
+  if (operation.reaches) operation.reaches->reach(error());
+}
+
+void Stream::take_over(const StreamError& error) {
+  std::lock_guard lock(mutex_);
+  if (error_.code == ACL_SUCCESS) error_ = error;
+}
+
+StreamError Stream::error() {
+  std::lock_guard lock(mutex_);
+  return error_;
 }
 
 Streams& Streams::all() {

@@ -15,12 +15,6 @@
 
 namespace emulator {
 
-// The first thing that went wrong on a stream; told by every later synchronisation.
-struct StreamError {
-  aclError code = ACL_SUCCESS;
-  std::string message;
-};
-
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   explicit Stream(int device);
@@ -48,6 +42,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   void run();
   void execute(Operation& operation);
+  void take_over(const StreamError& error);
+  StreamError error();
 
   const int id_;
   const int device_;

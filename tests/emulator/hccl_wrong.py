@@ -99,7 +99,7 @@ def loses_its_device(rank: Rank) -> Any:
     group = rank.communicator()
     a = rank.floats(mine(rank))
     if rank.number == 2:
-        ascend_emulator.inject("device:2")
+        ascend_emulator.inject("device:1")
         rank.call("HcclAllReduce", a, a, 4, FP32, SUM, group, rank.stream)
     else:
         rank.put("HcclAllReduce", a, a, 4, FP32, SUM, group)
