@@ -83,7 +83,6 @@ def leaves(rank: Rank) -> Any:
     a = rank.floats(mine(rank))
     if rank.number == 3:
         rank.call("HcclCommDestroy", group)
-        time.sleep(1)  # the others must not take it for dead
         return ""
     rank.put("HcclAllReduce", a, a, 4, FP32, SUM, group)
     return rank.error()

@@ -95,6 +95,7 @@ def test_large_trays_are_used_again(right: Said) -> None:
     assert right["large"] == [[160, 0, 160]] * 4
 
 
+@pytest.mark.slow(why="two more runs; the jobs under torchrun have the schedules, too")
 @pytest.mark.parametrize("schedule", ["late", "random"])
 def test_results_are_the_same_in_each_schedule(schedule: str, right: Said, tmp_path: Path) -> None:
     assert run_programs("right", tmp_path, "--schedule", schedule, "--races") == right

@@ -31,7 +31,7 @@ def run_programs(folder: Path, *options: str) -> Said:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return run_programs(tmp_path_factory.mktemp("eager"))
+    return run_programs(tmp_path_factory.mktemp("late"), "--schedule", "late")
 
 
 def test_a_collective_ends_for_all_when_the_last_has_come_and_its_bytes_have_gone_round(said: Said) -> None:
@@ -92,6 +92,7 @@ def test_collectives_end_together(said: Said) -> None:
         assert mine in together or max(mine, theirs, key=lambda span: span[2])[1] == max(mine[2], theirs[2])
 
 
+@pytest.mark.slow(why="four more runs; that no schedule counts is seen by the figures above")
 @pytest.mark.parametrize("options", [(), ("--schedule", "late"), ("--schedule", "random"), ("--races",)], ids=str)
 def test_two_runs_tell_the_same_nanoseconds(options: tuple[str, ...], said: Said, tmp_path: Path) -> None:
     assert run_programs(tmp_path, *options) == said
