@@ -21,6 +21,11 @@ FUNCTIONS = (
     "aclrtMemcpyBatchAsync",
     "aclrtCreateStream",
     "aclrtCreateEvent",
+    "HcclCommInitRootInfo",
+    "HcclAllReduce",
+    "HcclAllGather",
+    "HcclReduceScatter",
+    "HcclBroadcast",
 )
 _FORM = (
     '"aclrtMalloc:3" (the third call fails), "aclrtMalloc:p=0.01,seed=7" (each call fails with that probability) '

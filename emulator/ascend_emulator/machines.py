@@ -152,5 +152,8 @@ _SERVER: Mapping[str, _Figure] = {
     "link.d2h_beside_h2d": _SHARE,
     "link.pageable_share": _SHARE,
     "link.latency_us": _COST,
+    "cards.ring_bytes_per_s": _POSITIVE,
+    "cards.pair_bytes_per_s": _POSITIVE,
+    "cards.start_us": _COST,
     **_DRIVES,
 }

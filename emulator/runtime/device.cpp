@@ -104,7 +104,8 @@ ACL_EXPORT aclError aclrtGetDeviceCount(uint32_t* count) {
 ACL_EXPORT aclError aclrtSetDevice(int32_t device) {
   if (device < 0 || device >= settings().devices) {
     return fail(ACL_ERROR_RT_INVALID_DEVICEID, "no device " + std::to_string(device) + " among the " +
-                                                   std::to_string(settings().devices) + " emulated");
+                                                   std::to_string(settings().devices) + " emulated; --devices " +
+                                                   std::to_string(device + 1) + " gives as many");
   }
   device_of_thread = device;
   return ACL_SUCCESS;

@@ -8,6 +8,8 @@
 namespace emulator {
 namespace {
 
+constexpr int kHcclInternal = 4;  // HCCL_E_INTERNAL
+
 // The functions that can be told to fail, each with its variants, and the code that CANN fails with.
 const std::map<std::string, aclError> kCodes{
     {"aclrtMalloc", ACL_ERROR_RT_MEMORY_ALLOCATION},
@@ -22,6 +24,11 @@ const std::map<std::string, aclError> kCodes{
     {"aclrtMemcpyBatchAsync", ACL_ERROR_RT_INTERNAL_ERROR},
     {"aclrtCreateStream", ACL_ERROR_RT_NO_STREAM_RESOURCE},
     {"aclrtCreateEvent", ACL_ERROR_RT_NO_EVENT_RESOURCE},
+    {"HcclCommInitRootInfo", kHcclInternal},
+    {"HcclAllReduce", kHcclInternal},
+    {"HcclAllGather", kHcclInternal},
+    {"HcclReduceScatter", kHcclInternal},
+    {"HcclBroadcast", kHcclInternal},
 };
 constexpr const char* kDevice = "device";  // fails with the operation, and stays lost
 

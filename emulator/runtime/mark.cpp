@@ -11,18 +11,23 @@ void Mark::place(std::weak_ptr<Stream> stream, uint64_t position, VectorClock kn
   known_ = std::move(known);
 }
 
-void Mark::reach() {
+void Mark::reach(StreamError error) {
   {
     std::lock_guard lock(mutex_);
     reached_ = true;
+    error_ = std::move(error);
     when_ = std::chrono::steady_clock::now();
   }
   changed_.notify_all();
 }
 
-void Mark::wait() {
+void Mark::ask() {
   // A stream that is gone has done its work.
   if (const auto stream = stream_.lock()) Schedule::get().need(*stream, position_);
+}
+
+void Mark::wait() {
+  ask();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return reached_; });
 }
@@ -35,6 +40,11 @@ bool Mark::reached() {
 bool Mark::asked() {
   if (const auto stream = stream_.lock()) Schedule::get().polled(*stream, position_);
   return reached();
+}
+
+StreamError Mark::error() {
+  std::lock_guard lock(mutex_);
+  return error_;
 }
 
 Mark::Time Mark::when() {

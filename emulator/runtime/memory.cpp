@@ -232,6 +232,19 @@ std::pair<size_t, size_t> Memory::free_and_total() {
   return {capacity - std::min(capacity, device_used_[device]), capacity};
 }
 
+bool Memory::take(int device, size_t nbytes) {
+  std::lock_guard lock(mutex_);
+  const size_t capacity = settings().hbm_bytes;
+  if (nbytes > capacity - std::min(capacity, device_used_[device])) return false;
+  device_used_[device] += nbytes;
+  return true;
+}
+
+void Memory::give(int device, size_t nbytes) {
+  std::lock_guard lock(mutex_);
+  device_used_[device] -= nbytes;
+}
+
 }  // namespace emulator
 
 using namespace emulator;

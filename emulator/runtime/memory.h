@@ -32,6 +32,10 @@ class Memory {
   std::optional<int> device_of(const void* pointer);  // nothing for what is not device memory
   std::pair<size_t, size_t> free_and_total();
 
+  // Device memory that counts as used, and has no address.
+  bool take(int device, size_t nbytes);
+  void give(int device, size_t nbytes);
+
  private:
   struct Extent {
     size_t nbytes;

@@ -51,6 +51,9 @@ Model::Model(const std::string& figures)
       wait_(microseconds("host.wait_us")),
       h2d_(number("link.h2d_bytes_per_s") * kPerSecond),
       d2h_(number("link.d2h_bytes_per_s") * kPerSecond),
+      ring_(number("cards.ring_bytes_per_s") * kPerSecond),
+      pair_(number("cards.pair_bytes_per_s") * kPerSecond),
+      ring_start_(microseconds("cards.start_us")),
       h2d_beside_d2h_(number("link.h2d_beside_d2h")),
       d2h_beside_h2d_(number("link.d2h_beside_h2d")),
       pageable_share_(number("link.pageable_share")),
@@ -104,6 +107,12 @@ double Model::link_rate(const Work& work) const {
 
 Nanoseconds Model::drive(const Work& work) const {
   return drive_latency_ + std::llround(work.nbytes / (work.unit == Unit::drive_read ? drive_read_ : drive_write_));
+}
+
+// With few cards a ring has no more links than they have with each other.
+Nanoseconds Model::ring(const Work& work) const {
+  const double links = std::max(1.0, work.ranks - 1.0);
+  return ring_start_ + std::llround(work.nbytes / std::min(ring_, links * pair_));
 }
 
 double Model::share_beside(Unit direction) const { return direction == Unit::h2d ? h2d_beside_d2h_ : d2h_beside_h2d_; }

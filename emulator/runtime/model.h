@@ -30,6 +30,8 @@ class Model {
   // Whether the server's drives are known, and how long they take to read or write.
   bool has_drive() const { return drive_read_ > 0; }
   Nanoseconds drive(const Work& work) const;
+  // An operation of several ranks, once all are there.
+  Nanoseconds ring(const Work& work) const;
 
   // What the host spends on putting a kernel or copy, and an event's record or wait, on a stream; on asking whether
   // something has passed; and on a wait, beyond the end of what is waited for.
@@ -57,6 +59,8 @@ class Model {
   const double step_factor_;
   const Nanoseconds latency_, issue_, event_, query_, wait_;
   const double h2d_, d2h_;  // bytes per ns
+  const double ring_, pair_;  // bytes per ns
+  const Nanoseconds ring_start_;
   const double h2d_beside_d2h_, d2h_beside_h2d_, pageable_share_;
   const Nanoseconds drive_latency_;
   const double drive_read_, drive_write_;  // bytes per ns; 0 where no drive is known

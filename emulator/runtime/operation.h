@@ -1,6 +1,8 @@
 // What a stream runs: one copy, fill, kernel or event mark, with the memory it touches.
 #pragma once
 
+#include "gate.h"
+#include "meeting.h"
 #include "work.h"
 
 #include <acl/acl.h>
@@ -36,6 +38,8 @@ struct Operation {
   std::shared_ptr<Mark> reaches = nullptr;  // the mark that stands behind it
   Work work = {};                           // for modelled time
   bool own_call = true;                     // false: issued by the same call as the one before
+  std::shared_ptr<Gate> gate = nullptr;     // other processes must have come as far before the body runs
+  std::shared_ptr<Meeting> meeting = nullptr;  // the same in modelled time
 };
 
 // What it wrote. A copy to pageable memory names only what it reads, and writes as many bytes.

@@ -3,8 +3,10 @@
 #include "settings.h"
 #include "stream.h"
 
+#include <chrono>
 #include <limits>
 #include <random>
+#include <thread>
 
 namespace emulator {
 namespace {
@@ -48,8 +50,10 @@ class Random : public Schedule {
 
   void need(Stream& stream, uint64_t position) override {
     while (!stream.finished(position)) {
-      std::lock_guard lock(mutex_);
-      step();
+      if (const std::lock_guard lock(mutex_); step()) continue;
+      // What there is waits for other processes, or for an operation that another thread has begun.
+      Streams::all().demand();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
 

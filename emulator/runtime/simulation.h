@@ -2,33 +2,23 @@
 //
 // The host's time moves only by its own calls: each costs something, and a wait lasts until the end of what is waited
 // for. What the host issues later begins later. So all that happens up to the host's time follows from what was issued
-// by then, and is worked out when the host calls: from the order of its calls alone, never from when threads run.
-//
-// A stream's operations begin in order. One that needs an engine (of each device there are three: for computing, and
-// for each direction of its link) waits there behind those that were ready before it. While both directions of the
-// link move bytes, each is slower. The machine has one drive, which does one operation at a time, reads before writes.
+// by then, and is worked out when the host calls: from the order of its calls alone, never from when threads run. What
+// the devices make of it is the Course's.
 #pragma once
 
-#include "model.h"
-#include "operation.h"
+#include "course.h"
 
-#include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
-#include <string>
-#include <tuple>
 #include <utility>
-#include <vector>
 
 namespace emulator {
 
 class Simulation {
  public:
   // A stream, as far as time is concerned.
-  class Lane;
+  using Lane = Course::Lane;
 
   static bool on();
   static Simulation& get();
@@ -45,6 +35,9 @@ class Simulation {
   bool cancel(Lane& lane);
   // When it began and ended, once it has ended.
   std::pair<Nanoseconds, Nanoseconds> times_of(const Lane& lane);
+
+  // What other ranks have told may allow to foresee more.
+  void go_on();
 
   // The host waits.
   void wait_for(const Lane& lane);
@@ -64,30 +57,18 @@ class Simulation {
   Nanoseconds at_last_call();
 
  private:
-  struct Task;
-  struct Engine;
-  struct Device;
   class Call;
 
   Simulation();
-  void issue_at_host_time(const std::shared_ptr<Lane>& lane, Task task);
-  void advance(Nanoseconds until);
-  void step(Engine& ending);
-  Engine* next_to_end();
-  void begin_what_can();
-  void begin_on_engines();
-  void begin(Device& device, Engine& engine);
-  void share_link(Device& device);
+  void issue_at_host_time(const std::shared_ptr<Lane>& lane, Course::Task task);
   template <class Done>
-  void wait_until(Done done, Nanoseconds cost);
+  void wait_until(Call& call, Done done, Nanoseconds cost);
 
   const Model model_;
   std::mutex mutex_;
   Nanoseconds host_ = 0;
-  Nanoseconds time_ = 0;  // up to which all is worked out; at most the host's, but for a moment in a wait
   uint64_t issued_ = 0;
-  std::vector<std::shared_ptr<Lane>> busy_;  // the lanes that have tasks
-  std::map<int, Device> devices_;
+  Course course_{model_};
 };
 
 }  // namespace emulator

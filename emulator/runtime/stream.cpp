@@ -144,7 +144,18 @@ bool Stream::busy() {
 
 bool Stream::ready() {
   std::lock_guard lock(mutex_);
-  return !queue_.empty() && (!queue_.front().awaits || queue_.front().awaits->reached());
+  if (queue_.empty()) return false;
+  const Operation& next = queue_.front();
+  return (!next.awaits || next.awaits->reached()) && (!next.gate || next.gate->open());
+}
+
+void Stream::demand() {
+  std::shared_ptr<Gate> gate;
+  {
+    std::lock_guard lock(mutex_);
+    if (!queue_.empty()) gate = queue_.front().gate;
+  }
+  if (gate) gate->demand();
 }
 
 void Stream::run_one() {
@@ -177,19 +188,32 @@ void Stream::run() {
 }
 
 void Stream::execute(Operation& operation) {
-  if (operation.awaits && !operation.awaits->reached()) operation.awaits->wait();
+  if (operation.awaits) {
+    if (!operation.awaits->reached()) operation.awaits->wait();
+    take_over(operation.awaits->error());
+  }
+  if (operation.gate && device_is_lost()) operation.gate->abandon();
   if (operation.body && !device_is_lost()) {
     try {
       Timeline::Entry entry(device_, id_, operation);
+      if (operation.gate) operation.gate->wait();
       operation.body();
     } catch (const std::exception& failure) {
-      std::lock_guard lock(mutex_);
-      if (error_.code == ACL_SUCCESS) {
-        error_ = {ACL_ERROR_RT_INTERNAL_ERROR, operation.name + " failed on the device: " + first_line(failure.what())};
-      }
+      const std::string message = operation.name + " failed on the device: " + first_line(failure.what());
+      take_over({ACL_ERROR_RT_INTERNAL_ERROR, message});
     }
   }
-  if (operation.reaches) operation.reaches->reach();
+  if (operation.reaches) operation.reaches->reach(error());
+}
+
+void Stream::take_over(const StreamError& error) {
+  std::lock_guard lock(mutex_);
+  if (error_.code == ACL_SUCCESS) error_ = error;
+}
+
+StreamError Stream::error() {
+  std::lock_guard lock(mutex_);
+  return error_;
 }
 
 Streams& Streams::all() {
@@ -246,6 +270,10 @@ std::vector<std::shared_ptr<Stream>> Streams::ready() {
   auto streams = list();
   std::erase_if(streams, [](auto& stream) { return !stream->ready(); });
   return streams;
+}
+
+void Streams::demand() {
+  for (const auto& stream : list()) stream->demand();
 }
 
 size_t bytes_written(const Operation& operation) {

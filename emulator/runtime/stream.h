@@ -16,12 +16,6 @@
 
 namespace emulator {
 
-// The first thing that went wrong on a stream; told by every later synchronisation.
-struct StreamError {
-  aclError code = ACL_SUCCESS;
-  std::string message;
-};
-
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   explicit Stream(int device);
@@ -41,7 +35,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void permit(uint64_t position);
   bool finished(uint64_t position);
   bool busy();
-  bool ready();    // has an operation that waits for no other stream
+  bool ready();    // has an operation that waits for no other stream, and for no other process
+  void demand();   // asks other processes for what its next operation waits for
   void run_one();  // and comes back when it is done
   uint64_t count_poll();
 
@@ -49,6 +44,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void run();
   void run_now(Operation& operation);
   void execute(Operation& operation);
+  void take_over(const StreamError& error);
+  StreamError error();
 
   const int id_;
   const int device_;
@@ -80,6 +77,7 @@ class Streams {
   StreamError synchronize(int device);
   bool busy();
   std::vector<std::shared_ptr<Stream>> ready();
+  void demand();
 
  private:
   std::vector<std::shared_ptr<Stream>> list();

@@ -8,8 +8,9 @@
 
 namespace emulator {
 
-// What does the work, and so which figures of the chip or the server say how long it takes.
-enum class Unit { vector, softmax, matmul, attention, convolution, h2d, d2h, drive_read, drive_write };
+// What does the work, and so which figures of the chip or the server say how long it takes. A ring: the links between
+// devices. None: what takes no time.
+enum class Unit { vector, softmax, matmul, attention, convolution, h2d, d2h, ring, drive_read, drive_write, none };
 
 inline bool is_link(Unit unit) { return unit == Unit::h2d || unit == Unit::d2h; }
 
@@ -20,6 +21,7 @@ struct Work {
   double least = 0;              // the least of a matrix product's three dimensions
   double nbytes = 0;             // to and from memory, over the link, or of a file
   bool pageable = false;         // a copy of host memory that is not pinned
+  uint32_t ranks = 0;            // of a ring: how many devices are in it
 };
 
 }  // namespace emulator

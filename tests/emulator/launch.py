@@ -40,6 +40,16 @@ def run(
     )
 
 
+def run_ranks(
+    ranks: int, options: tuple[str, ...], *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """torch.distributed.run ARGUMENTS... on as many emulated devices."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    emulator = (*EMULATOR, "--devices", str(ranks), *options)
+    quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return run(*emulator, *launcher, *arguments, cwd=cwd, pythonpath=Path.cwd(), **quiet | environment)
+
+
 def child() -> str:
     """The folder that makes a child process one of this process's device; "" without the emulator."""
     if importlib.util.find_spec("ascend_emulator") is None:

@@ -283,7 +283,7 @@ def test_devices_host_limit_poison_and_faults_without_torch(tmp_path: Path) -> N
     options = ("--devices", "3", "--host", "8MiB", "--no-poison", "--fault", "aclrtMalloc:2")
     done = run(*EMULATOR, *options, script, cwd=tmp_path)
     assert done.stdout.splitlines() == [
-        "3 107001 no device 3 among the 3 emulated",
+        "3 107001 no device 3 among the 3 emulated; --devices 4 gives as many",
         "0 207001 aclrtMallocHost: needed 4.0 MiB, pinned already 6.0 MiB of 8.0 MiB",
         "207001 aclrtHostRegister: needed 4.0 MiB, pinned already 6.0 MiB of 8.0 MiB",
         "207001 aclrtMalloc: this call was told to fail",

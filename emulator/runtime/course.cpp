@@ -1,0 +1,276 @@
+#include "course.h"
+
+#include "mark.h"
+#include "timeline.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace emulator {
+namespace {
+
+// What happens if the host issues nothing after some task. Meetings on which that task does not depend may end at any
+// time, which nobody knows as yet: here they do not end.
+class Foresight : public Course {
+ public:
+  Foresight(const Course& course, const Task& task, Meetings ending)
+      : Course(course, task.number), number_(task.number), ending_(std::move(ending)) {}
+
+  // When the task is the first of its lane, and has all it waits for.
+  Nanoseconds arrival() {
+    for (;; step()) {
+      for (const auto& lane : busy()) {
+        if (lane->begun && lane->tasks.front()->number == number_) return lane->began;
+      }
+    }
+  }
+
+ protected:
+  void ended(const Lane&, const Task&) override {}
+  void reached(Mark& mark) override { reached_.insert(&mark); }
+  bool is_reached(const Mark& mark) const override { return Course::is_reached(mark) || reached_.contains(&mark); }
+  std::optional<Nanoseconds> end_of(Meeting& meeting) override {
+    return ending_.contains(&meeting) ? meeting.ends() : INT64_MAX;
+  }
+
+ private:
+  const uint64_t number_;
+  const Meetings ending_;
+  std::set<const Mark*> reached_;
+};
+
+}  // namespace
+
+Course::Course(const Course& other, uint64_t last_number)
+    : model_(other.model_), time_(other.time_), devices_(other.devices_) {
+  std::map<Lane*, Lane*> copies{{nullptr, nullptr}};
+  for (const auto& lane : other.busy_) {
+    auto copy = std::make_shared<Lane>(*lane);
+    const size_t begun = lane->begun ? 1 : 0;
+    while (copy->tasks.size() > begun && copy->tasks.back()->number > last_number) copy->tasks.pop_back();
+    copies[lane.get()] = copy.get();
+    if (!copy->tasks.empty()) busy_.push_back(std::move(copy));
+  }
+  for (auto& [_, device] : devices_) {
+    for (Engine* engine : {&device.compute, &device.h2d, &device.d2h}) {
+      engine->serves = copies[engine->serves];
+      auto waiting = std::exchange(engine->waiting, {});
+      for (const auto& [late, ready, number, lane] : waiting) {
+        engine->waiting.emplace(late, ready, number, copies[lane]);
+      }
+    }
+  }
+}
+
+bool Course::is_busy(int device) const {
+  return std::any_of(busy_.begin(), busy_.end(), [device](const auto& lane) { return lane->device == device; });
+}
+
+void Course::add(const std::shared_ptr<Lane>& lane, std::shared_ptr<const Task> task) {
+  if (lane->tasks.empty()) busy_.push_back(lane);
+  if (task->meeting) unforeseen_.push_back(task);
+  lane->tasks.push_back(std::move(task));
+  begin_what_can();
+}
+
+bool Course::cancel(Lane& lane) {
+  Engine& drive = devices_[kDrive].compute;
+  if (lane.tasks.empty() || drive.serves == &lane) return false;
+  std::erase_if(drive.waiting, [&lane](const auto& waiting) { return std::get<Lane*>(waiting) == &lane; });
+  lane.tasks.clear();
+  std::erase_if(busy_, [&lane](const auto& busy) { return busy.get() == &lane; });
+  return true;
+}
+
+void Course::go_on(Nanoseconds until) {
+  foresee();
+  if (!unforeseen_.empty()) until = std::min(until, unforeseen_.front()->issued);
+  for (Next coming = next(); coming.at <= until; coming = next()) {
+    if (coming.lane != nullptr) return;
+    let_happen(coming);
+  }
+  time_ = std::max(time_, until);
+}
+
+std::shared_ptr<Meeting> Course::step() {
+  const auto unknown = foresee();
+  return unknown ? unknown : let_happen(next());
+}
+
+std::shared_ptr<Meeting> Course::settle(Nanoseconds until) {
+  if (const auto unknown = foresee()) return unknown;
+  for (Next coming = next(); coming.at <= until; coming = next()) {
+    if (const auto unknown = let_happen(coming)) return unknown;
+  }
+  time_ = std::max(time_, until);
+  return nullptr;
+}
+
+// Of what happens at the same time, ends come first.
+Course::Next Course::next() {
+  Next found;
+  for (auto& [_, device] : devices_) {
+    for (Engine* engine : {&device.compute, &device.h2d, &device.d2h}) {
+      if (engine->serves != nullptr && engine->ends < found.at) found = {.at = engine->ends, .engine = engine};
+    }
+  }
+  for (const auto& lane : busy_) {
+    const Task& first = *lane->tasks.front();
+    if (!lane->begun || !first.meeting) continue;
+    const auto end = end_of(*first.meeting);
+    // What was issued since the arrival was foreseen may have held up the stream. It is the others' end all the same.
+    const Nanoseconds at = std::max(lane->began, end ? *end : least_ends_.at(first.meeting.get()));
+    if (at < found.at) found = {.at = at, .lane = lane.get(), .unknown = end ? nullptr : first.meeting};
+  }
+  for (const auto& lane : busy_) {
+    const Nanoseconds issued = lane->tasks.front()->issued;
+    if (!lane->begun && issued > time_ && issued < found.at) found = {.at = issued};
+  }
+  return found;
+}
+
+std::shared_ptr<Meeting> Course::let_happen(const Next& next) {
+  if (next.unknown) return next.unknown;
+  time_ = next.at;
+  if (next.engine != nullptr) {
+    Lane& lane = *std::exchange(next.engine->serves, nullptr);
+    end_first(lane);
+    if (is_link(next.engine->unit)) share_link(devices_[lane.device]);
+  } else if (next.lane != nullptr) {
+    end_first(*next.lane);
+  }
+  begin_what_can();
+  return nullptr;
+}
+
+void Course::end_first(Lane& lane) {
+  const auto task = std::move(lane.tasks.front());
+  lane.tasks.pop_front();
+  lane.begun = false;
+  lane.ended = time_;
+  least_ends_.erase(task->meeting.get());
+  ended(lane, *task);
+  if (task->reaches) reached(*task->reaches);
+}
+
+void Course::ended(const Lane& lane, const Task& task) {
+  if (task.name.empty()) return;
+  Timeline::get().add({task.name, lane.device, lane.stream, task.nbytes, lane.began, time_});
+}
+
+void Course::reached(Mark& mark) { mark.reach_at(time_); }
+
+bool Course::is_reached(const Mark& mark) const { return mark.modelled().has_value(); }
+
+// Tells the other ranks when this one's stream arrives, where that can be known by now. Returns what else must be.
+std::shared_ptr<Meeting> Course::foresee() {
+  std::shared_ptr<Meeting> unknown;
+  std::erase_if(unforeseen_, [&](const auto& task) {
+    Meetings needed = needed_by(*task);
+    for (const auto& [_, each] : needed) {
+      if (each->ends()) continue;
+      unknown = each;
+      return false;
+    }
+    const Nanoseconds arrival = Foresight(*this, *task, std::move(needed)).arrival();
+    const Nanoseconds lasts = model_.ring(*task->work);
+    task->meeting->arrives(arrival, lasts);
+    least_ends_[task->meeting.get()] = arrival + lasts;
+    return true;
+  });
+  return unknown;
+}
+
+// The meetings that must have ended before: those in front of it, and in front of what these wait for, and so on.
+Course::Meetings Course::needed_by(const Task& meeting) const {
+  std::map<const Mark*, std::pair<const Lane*, uint64_t>> places;
+  std::vector<std::pair<const Lane*, uint64_t>> open;
+  for (const auto& lane : busy_) {
+    for (const auto& task : lane->tasks) {
+      if (task->reaches) places[task->reaches.get()] = {lane.get(), task->number};
+      if (task.get() == &meeting) open.emplace_back(lane.get(), task->number);
+    }
+  }
+  std::map<const Lane*, uint64_t> seen;
+  Meetings needed;
+  while (!open.empty()) {
+    const auto [lane, last] = open.back();
+    open.pop_back();
+    uint64_t& seen_to = seen[lane];
+    for (const auto& task : lane->tasks) {
+      if (task->number <= seen_to) continue;
+      if (task->number > last) break;
+      if (task->meeting && task.get() != &meeting) needed.emplace(task->meeting.get(), task->meeting);
+      if (task->awaits && !is_reached(*task->awaits)) open.push_back(places.at(task->awaits.get()));
+    }
+    seen_to = std::max(seen_to, last);
+  }
+  return needed;
+}
+
+void Course::begin_what_can() {
+  // A mark that is reached may let another lane go on, which may reach a mark in turn.
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (const auto& lane : busy_) {
+      while (!lane->begun && !lane->tasks.empty()) {
+        const auto first = lane->tasks.front();
+        if (first->issued > time_ || (first->awaits && !is_reached(*first->awaits))) break;
+        moved = true;
+        if (first->meeting) {
+          lane->begun = true;
+          lane->began = time_;
+        } else if (first->work) {
+          lane->begun = true;
+          const Unit unit = first->work->unit;
+          devices_[lane->device].of(unit).waiting.emplace(unit == Unit::drive_write, time_, first->number, lane.get());
+        } else {
+          if (first->reaches) reached(*first->reaches);
+          lane->tasks.pop_front();
+        }
+      }
+    }
+  }
+  std::erase_if(busy_, [](const auto& lane) { return lane->tasks.empty(); });
+  begin_on_engines();
+}
+
+void Course::begin_on_engines() {
+  for (auto& [_, device] : devices_) {
+    for (Engine* engine : {&device.compute, &device.h2d, &device.d2h}) {
+      if (engine->serves == nullptr && !engine->waiting.empty()) begin(device, *engine);
+    }
+  }
+}
+
+void Course::begin(Device& device, Engine& engine) {
+  engine.serves = std::get<Lane*>(*engine.waiting.begin());
+  engine.waiting.erase(engine.waiting.begin());
+  engine.serves->began = time_;
+  const Work& work = *engine.serves->tasks.front()->work;
+  if (!is_link(engine.unit)) {
+    engine.ends = time_ + (engine.serves->device == kDrive ? model_.drive(work) : model_.kernel(work));
+    return;
+  }
+  engine.since = time_ + model_.latency();
+  engine.left = work.nbytes;
+  engine.alone = model_.link_rate(work);
+  engine.rate = 0;
+  share_link(device);
+}
+
+// One direction has begun or ended: both flow on, at the rates that they have now.
+void Course::share_link(Device& device) {
+  const bool both = device.h2d.serves != nullptr && device.d2h.serves != nullptr;
+  for (Engine* engine : {&device.h2d, &device.d2h}) {
+    if (engine->serves == nullptr) continue;
+    if (time_ > engine->since) {
+      engine->left = std::max(0.0, engine->left - engine->rate * (time_ - engine->since));
+      engine->since = time_;
+    }
+    engine->rate = engine->alone * (both ? model_.share_beside(engine->unit) : 1);
+    engine->ends = engine->since + std::llround(engine->left / engine->rate);
+  }
+}
+
+}  // namespace emulator

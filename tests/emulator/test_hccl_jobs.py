@@ -1,0 +1,179 @@
+"""torch.distributed over HCCL: unmodified programs, in jobs that torchrun and torch.multiprocessing start."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulator.launch import EMULATOR, run, run_ranks, write_script
+
+HBM = ("--hbm", "2GiB")
+job = pytest.mark.slow(why="each rank imports torch")
+
+
+def said(folder: Path, ranks: int, options: tuple[str, ...], *arguments: str, **environment: str) -> list[Any]:
+    """What each rank has printed as JSON, in their order. Two may have got into one line."""
+    done = run_ranks(ranks, (*HBM, *options), *arguments, cwd=folder, **environment)
+    found, text = [], done.stdout
+    while text := text[text.find("{") :] if "{" in text else "":
+        line, end = json.JSONDecoder().raw_decode(text)
+        found.append(line)
+        text = text[end:]
+    assert len(found) == ranks, done.stderr[-3000:]
+    return sorted(found, key=lambda line: line["rank"])
+
+
+def test_every_collective_of_torch_gives_what_gloo_gives(tmp_path: Path) -> None:
+    for line in said(tmp_path, 2, ("--races",), "-m", "tests.emulator.collectives"):
+        assert (line["wrong"], line["checks"], line["races"]) == ({}, 19, [])
+
+
+@job
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, ("--schedule", "late")),
+        (2, ("--schedule", "random", "--seed", "3")),
+        (2, ("--clock", "910b3")),
+        (4, ("--races",)),
+    ],
+    ids=str,
+)
+def test_collectives_in_other_schedules_with_a_clock_and_on_four_ranks(
+    ranks: int, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    for line in said(tmp_path, ranks, options, "-m", "tests.emulator.collectives"):
+        assert (line["wrong"], line["races"]) == ({}, [])
+
+
+def check_training(lines: list[Any], *ways: str) -> None:
+    for line in lines:
+        assert line["races"] == []
+        for way in ways:
+            ours, theirs = line[f"{way} perceptrons"]["npu"], line[f"{way} perceptrons"]["cpu"]
+            assert ours == theirs
+            # The products of attention's derivative, and its sums, are others on the NPU: without ranks, too.
+            (losses, norm, _), (their_losses, their_norm, _) = (
+                line[f"{way} llama"]["npu"],
+                line[f"{way} llama"]["cpu"],
+            )
+            assert losses == pytest.approx(their_losses, rel=1e-6)
+            assert norm == pytest.approx(their_norm, rel=1e-5)
+
+
+@job
+@pytest.mark.parametrize(
+    "options", [("--races",), ("--schedule", "late"), ("--schedule", "random", "--races")], ids=str
+)
+def test_ddp_and_fsdp2_train_as_over_gloo(options: tuple[str, ...], tmp_path: Path) -> None:
+    ways = ("ddp", "fsdp2", "fsdp2_with_cpu_offload")
+    lines = said(tmp_path, 2, options, "-m", "tests.emulator.hccl_training", *ways)
+    check_training(lines, *ways)
+    for line in lines:  # and all ways are one
+        assert len({json.dumps(line[f"{way} llama"]["npu"][0::2]) for way in ways}) == 1
+    assert lines[0]["ddp llama"]["npu"][2] == lines[1]["ddp llama"]["npu"][2]
+
+
+@job
+def test_hsdp_trains_as_over_gloo_on_four_ranks(tmp_path: Path) -> None:
+    check_training(said(tmp_path, 4, ("--races",), "-m", "tests.emulator.hccl_training", "hsdp"), "hsdp")
+
+
+@job
+def test_a_training_takes_the_same_modelled_time_each_time(tmp_path: Path) -> None:
+    arguments = ("-m", "tests.emulator.hccl_training", "ddp", "fsdp2")
+    first, second = (said(tmp_path, 2, ("--clock", "910b3"), *arguments) for _ in range(2))
+    assert first == second
+    assert all(line["now"] > 0 for line in first)
+
+
+@job
+def test_mixed_precision_reduces_in_float32(tmp_path: Path) -> None:
+    for line in said(tmp_path, 2, ("--races",), "-m", "tests.emulator.hccl_training", "fsdp2_bf16"):
+        for found in (line["fsdp2_bf16 llama"], line["fsdp2_bf16 perceptrons"]):
+            assert found["npu"][0] == pytest.approx(found["cpu"][0], rel=1e-3)
+
+
+@job
+def test_tiering_changes_no_bit_of_a_sharded_training(tmp_path: Path) -> None:
+    for line in said(tmp_path, 2, ("--races",), "-m", "tests.emulator.hccl_tiering"):
+        (plain, none), (tiered, moved) = line["plain"], line["tiered"]
+        assert tiered == plain
+        assert none == [0, 0]
+        assert min(moved) > 0
+        assert line["races"] == []
+
+
+@job
+def test_device_meshes_dtensors_and_checkpoints(tmp_path: Path) -> None:
+    for line in said(tmp_path, 2, ("--races",), "-m", "tests.emulator.hccl_state", str(tmp_path / "checkpoint")):
+        assert (line["wrong"], line["races"]) == ([], [])
+
+
+@job
+def test_what_does_not_wait_is_a_race_with_the_programs_lines(tmp_path: Path) -> None:
+    for line in said(tmp_path, 2, ("--races",), "-m", "tests.emulator.hccl_mistakes", "races"):
+        assert line["found"] == {
+            "read_without_wait": {"True": [], "False": [["HcclAllReduce", "aclnnMuls", True]]},
+            "buffer_used_again": {"True": [], "False": [["HcclAllGather (reads)", "aclnnInplaceZero", True]]},
+            "side_stream": {
+                "True": [],
+                "False": [
+                    ["aclnnInplaceMuls", "HcclAllReduce (reads)", True],
+                    ["aclnnInplaceMuls", "HcclAllReduce", True],
+                ],
+            },
+        }
+
+
+@job
+def test_ranks_in_another_order_get_an_error_that_says_so(tmp_path: Path) -> None:
+    for line in said(tmp_path, 2, (), "-m", "tests.emulator.hccl_mistakes", "disorder"):
+        assert "all ranks must call the same, in the same order" in line["found"]
+
+
+@job
+def test_the_watchdog_ends_a_process_whose_peer_is_gone_with_its_name(tmp_path: Path) -> None:
+    done = run_ranks(2, HBM, "-m", "tests.emulator.hccl_mistakes", "death", cwd=tmp_path)
+    assert re.search(r"HcclAllReduce of 8 fp32, sum, operation 2.*: rank 1 \(process \d+\) is gone", done.stderr)
+
+
+@job
+def test_more_ranks_than_devices(tmp_path: Path) -> None:
+    (line, _) = said(tmp_path, 2, (), "-m", "tests.emulator.hccl_mistakes", "one_device")
+    assert "ranks 0 and 1 are both on device 0; each needs one of its own" in line["found"]
+
+
+@job
+def test_torch_multiprocessing_spawns_ranks(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import os
+        import torch
+        import torch.distributed as dist
+        import torch.multiprocessing
+
+        def main(rank, store):
+            torch.npu.set_device(rank)
+            dist.init_process_group("hccl", init_method=f"file://{store}", rank=rank, world_size=2)
+            x = torch.full((3,), rank + 1.0, device="npu")
+            dist.all_reduce(x)
+            assert x.tolist() == [3, 3, 3]
+            dist.destroy_process_group()
+            dist.init_process_group("hccl", init_method=f"file://{store}2", rank=rank, world_size=2)
+            dist.all_reduce(x)
+            if rank == 0:
+                print(x.tolist())
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(main, (os.path.abspath("store"),), nprocs=2)
+        """,
+    )
+    done = run(*EMULATOR, "--devices", "2", *HBM, script, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[6.0, 6.0, 6.0]\n"), done.stderr
