@@ -90,6 +90,11 @@ class PlannedPolicy:
         always = {Used, StepBegin, StepEnd, Memory, Refused}
         return always | {StepMeasured} if self._measure else always
 
+    @property
+    def resident(self) -> int:
+        """The bytes of blocks that it takes to be on the device."""
+        return self._residence.resident
+
     def check(self, num_layers: int) -> None:
         """Suits every model."""
 
