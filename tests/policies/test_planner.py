@@ -147,6 +147,23 @@ def test_blocks_that_backward_never_uses_do_not_come_back() -> None:
     assert made.reload == {b: 3 for b in made.release} == {0: 3}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_that_outlive_the_step_do_not_come_back(seed: int) -> None:
+    known = profile(KINDS["nested"](seed))
+    end = len(known.seconds)
+    outlives = [saved % 3 == 0 for saved in known.saved]
+    used, dropped = (
+        [end if late else place for late, place in zip(outlives, places, strict=True)]
+        for places in (known.used, known.dropped)
+    )
+    step = replace(known, used=used, dropped=dropped)
+    for share in SHARES:
+        made = plan(step, budget_between(step, share), Link(5e9, 5e9))
+        assert max(memory(step, made)) <= made.peak <= made.budget
+        assert all(k == end for b, k in made.reload.items() if outlives[b])
+        assert not any(outlives[stall.block] and stall.cause is Cause.RELOAD for stall in made.stalls)
+
+
 def test_an_empty_step() -> None:
     made = plan(Profile([], [], [], [], [], [], []), 1, LINK)
     assert (made.release, made.peak, made.seconds) == ({}, 0, 0.0)
