@@ -115,6 +115,8 @@ class PlannedPolicy:
                     self._learn(ended, seconds, stalls, out, back)
             case Refused(action):
                 self._residence.refused(action)
+                if self._step is not None and type(action) is Reload:
+                    self._step.returning.appendleft(action.key)
             case HostPressure(nbytes):
                 return self._spill(nbytes)
             case _:
