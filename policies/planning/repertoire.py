@@ -40,7 +40,7 @@ class Known:
 
     def ratios(self, sizes: Sequence[int]) -> list[float]:
         """How much larger the first blocks are than the recorded ones."""
-        return [size / known for size, known in zip(sizes, self.profile.nbytes, strict=False)]
+        return [max(size, 1) / max(known, 1) for size, known in zip(sizes, self.profile.nbytes, strict=False)]
 
 
 class Repertoire:

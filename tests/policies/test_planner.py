@@ -71,7 +71,7 @@ def check(step: Step, share: float, link: Link) -> None:
     outcome = Machine(Played(known, made), link).run(step)
     assert outcome.peak == made.peak  # the machine counts by itself
     # A copy that begins later slows down one under way, which the prediction leaves out.
-    assert outcome.seconds == pytest.approx(made.seconds, rel=0.05 if link.both < 1 else 1e-3)
+    assert outcome.seconds == pytest.approx(made.seconds, rel=0.1 if link.both < 1 else 1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
