@@ -90,6 +90,11 @@ class PlannedPolicy:
         always = {Used, StepBegin, StepEnd, Memory, Refused}
         return always | {StepMeasured} if self._measure else always
 
+    @property
+    def resident(self) -> int:
+        """The bytes of blocks that it takes to be on the device."""
+        return self._residence.resident
+
     def check(self, num_layers: int) -> None:
         """Suits every model."""
 
@@ -110,6 +115,8 @@ class PlannedPolicy:
                     self._learn(ended, seconds, stalls, out, back)
             case Refused(action):
                 self._residence.refused(action)
+                if self._step is not None and type(action) is Reload:
+                    self._step.returning.appendleft(action.key)
             case HostPressure(nbytes):
                 return self._spill(nbytes)
             case _:

@@ -9,7 +9,9 @@ Tests must fail for each. A mutant is a copy of the repository with one change:
 - a copy does not know of the copy that it has to come after;
 - a function of the bookkeeping is not marked `@uninterrupted`, so that an interrupt comes between any two lines of
   it, and of what it calls;
-- the manager's turn is not taken, or not given, or what was dropped meanwhile is not given up.
+- the manager's turn is not taken, or not given, or what was dropped meanwhile is not given up;
+- a planned policy does not keep its budget where a step is not as planned; its planner does not know when copies
+  end, or brings a block back before others that are used earlier.
 
 The tests run on the emulated NPU with its race detector. mutants.txt lists all mutants, so that none is lost when
 code moves or a method is renamed: --list writes it anew.
@@ -26,9 +28,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -45,13 +47,15 @@ class Subject:
     """Files that are changed, and the tests that have to find it.
 
     looped: functions that are called until there is nothing to wait for. Without their waits of the host the loop
-    only turns faster. calls: those that are left out, by name.
+    only turns faster. calls: those that are left out, by name. values: calls of which another value is used, by
+    name; {0} is the first argument.
     """
 
     files: Sequence[str]
     tests: Sequence[str]
     looped: Sequence[str] = ()
     calls: Sequence[str] = WAITS
+    values: Mapping[str, str] = field(default_factory=dict)
 
 
 def code(*names: str, folder: str = "") -> list[str]:
@@ -69,6 +73,8 @@ PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "m
 SHELF = code("shelf", "fixed_slots")
 OPTIMIZER = ("pipeline", "states", "buckets", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
+PLANS = {"_copies_end": "ready", "_running_maxima": "{0}", "_guard": "[]"}
+PLANNING = [*code("planner", "reloads", folder="policies/planning/"), *code("planned", folder="policies/")]
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts", "interrupt_sweep")
 SUBJECTS = (
     Subject(code("transfer", "host_tier", "manager"), (*found_by(*BLOCKS, *SAVED, "spilling"), *OPTIMIZER_TESTS)),
@@ -78,6 +84,7 @@ SUBJECTS = (
     Subject(code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
     Subject(code("modules", folder="phases/"), found_by(*PHASES)),
     Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
+    Subject(PLANNING, found_by("planner", "planned_policy", folder="policies/"), calls=(), values=PLANS),
 )
 INTERRUPTS = ("tests/test_interrupt_sweep.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
 COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
@@ -155,6 +162,8 @@ def _mutants_of(file: str, subject: Subject) -> Iterator[Mutant]:
             elif isinstance(node, ast.Expr) and _calls([node], subject.calls):
                 if function.name not in subject.looped:
                     yield of(node, "pass")
+            elif isinstance(node, ast.Call) and (value := subject.values.get(_called(node) or "")) is not None:
+                yield of(node, value.format(*map(ast.unparse, node.args)))
             else:
                 yield from _mutants_at(node, of)
 

@@ -45,8 +45,9 @@ class Prediction:
 def predict(moments: Moments, release: Mapping[int, int], reload: Mapping[int, int], link: Link) -> Prediction:
     """Runs a plan on the compute stream and two queues of copies.
 
-    A copy begins when it is issued and those before it in its direction have ended. While both directions are busy
-    each has its share of its rate.
+    A copy begins when it is issued and those before it in its direction have ended. It has its share of its rate
+    while the other direction is busy with what was issued before; what comes later is left out, so that on a link
+    whose directions share much the step may be longer.
     """
     clock, nbytes, saved, used = moments.clock, moments.nbytes, moments.saved, moments.used
     by_use, rank = moments.by_use, moments.use_rank

@@ -79,10 +79,11 @@ class Recording:
     def regular(self) -> bool:
         """Whether a plan can be made from it.
 
-        Its forwards ended, and one backward, and no second over the same blocks, used most of what they saved.
+        Its forwards ended, and one backward, and no second over the same blocks, used most of what they saved,
+        which was dropped then.
         """
-        used = sum(life.nbytes for life in self.blocks.values() if life.used is not None)
-        total = sum(life.nbytes for life in self.blocks.values())
+        used = sum(each.nbytes for each in self.blocks.values() if each.used is not None and each.dropped)
+        total = sum(each.nbytes for each in self.blocks.values())
         return self._measured and not self._again and not self._running and 0 < total <= 2 * used
 
     def profile(self, seconds: Sequence[float]) -> Profile:

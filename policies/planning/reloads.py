@@ -23,7 +23,7 @@ def latest_reloads(moments: Moments, release: Mapping[int, int], link: Link, lea
     slowness, latency = lead / link.back, lead * link.latency
     free = float("inf")
     for b in reversed(moments.by_use):
-        if b in release:
+        if b in release and back[b] < len(clock):
             use = back[b]
             at = clock[use]
             seconds = nbytes[b] * slowness + latency
@@ -38,25 +38,31 @@ def latest_reloads(moments: Moments, release: Mapping[int, int], link: Link, lea
 def early_reloads(moments: Moments, budget: int, release: Mapping[int, int], back: list[int]) -> dict[int, int]:
     """The moment at which each block that left comes back: in the order of use, and as early as memory allows.
 
-    back: the moment of each block by which there is room for it in any case.
+    back: the moment of each block by which there is room for it in any case. A block that is never used does not
+    come back; its moment is that of its end.
     """
-    nbytes, used = moments.nbytes, moments.used
-    order = [b for b in moments.by_use if b in release]
-    latest = list(accumulate([back[b] for b in order], max))
+    nbytes, used, dropped = moments.nbytes, moments.used, moments.dropped
+    order = [b for b in moments.by_use if b in release and used[b] < dropped[b]]
+    latest = _running_maxima([back[b] for b in order])
     # Counted as if no block were dropped before one that is used earlier, so that what is reloaded is always a
     # beginning of `order`, and its bytes are one number.
-    until = list(accumulate([moments.dropped[b] for b in order], max))
+    until = _running_maxima([dropped[b] for b in order])
     size = len(moments)
     change = [0] * (size + 1)
     for b, end in zip(order, until, strict=True):
         change[release[b]] -= nbytes[b]
-        dropped = moments.dropped[b]
-        if end != dropped:
-            change[dropped] += nbytes[b]
+        if end != dropped[b]:
+            change[dropped[b]] += nbytes[b]
             change[end] -= nbytes[b]
+    reload: dict[int, int] = {}
+    if len(order) < len(release):
+        for b in release:
+            if used[b] == dropped[b]:  # never used: it does not come back
+                change[release[b]] -= nbytes[b]
+                change[dropped[b]] += nbytes[b]
+                reload[b] = dropped[b]
     held = list(map(int.__add__, moments.full, accumulate(change)))
     highest: deque[int] = deque()  # moments of falling memory, from now to the end of the next block
-    reload: dict[int, int] = {}
     returned = 0
     now = seen = min(release.values(), default=0)
     for b, last, end in zip(order, latest, until, strict=True):
@@ -80,3 +86,8 @@ def early_reloads(moments: Moments, budget: int, release: Mapping[int, int], bac
         reload[b] = now
         returned += nbytes[b]
     return reload
+
+
+def _running_maxima(values: list[int]) -> list[int]:
+    """Of each place the highest value up to there."""
+    return list(accumulate(values, max))

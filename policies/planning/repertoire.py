@@ -40,7 +40,7 @@ class Known:
 
     def ratios(self, sizes: Sequence[int]) -> list[float]:
         """How much larger the first blocks are than the recorded ones."""
-        return [size / known for size, known in zip(sizes, self.profile.nbytes, strict=False)]
+        return [max(size, 1) / max(known, 1) for size, known in zip(sizes, self.profile.nbytes, strict=False)]
 
 
 class Repertoire:
@@ -70,12 +70,20 @@ class Repertoire:
         ratio = found.ratios(sizes)[0]
         return found, 1.0 if abs(ratio - 1) < 0.01 else ceil(ratio * _GRID) / _GRID
 
-    def add(self, recording: Recording, seconds: Sequence[float]) -> Known:
-        """Takes a step over, and plans for it. Raises BudgetTooSmall."""
+    def add(self, recording: Recording, seconds: Sequence[float]) -> None:
+        """Takes a step over, and plans for it.
+
+        Raises BudgetTooSmall for the first step. A later one that the budget is too small for is left out.
+        """
         known = Known(recording.layers, recording.names, list(recording.blocks), recording.profile(seconds))
-        self.table(known, 1.0, strict=True)
+        try:
+            self.table(known, 1.0, strict=True)
+        except BudgetTooSmall as error:
+            if not self._known:
+                raise
+            _log.warning("there is no plan for a step that is not like those before: %s", error)
+            return
         self._known = [*self._known[1 - _KEPT :], known]
-        return known
 
     def table(self, known: Known, ratio: float, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""

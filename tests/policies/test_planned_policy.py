@@ -32,6 +32,7 @@ from tiered_mem.policies import (
     Fetch,
     HostPressure,
     LayerBegin,
+    LayerEnd,
     Memory,
     Offload,
     PlannedPolicy,
@@ -211,6 +212,16 @@ def test_a_link_that_becomes_slower_is_planned_for() -> None:
     seconds = [machine.run(step).seconds for _ in range(10)]
     assert seconds[-1] <= best(step, budget, slow) * 1.02
     assert len({round(each, 6) for each in seconds[4:8]}) == 1  # not more often than at each fourth step
+
+
+def test_the_first_step_keeps_the_budget_while_others_take_more_and_more() -> None:
+    step = gpt(layers=12)
+    for place in reversed([place for place, each in enumerate(step.code) if isinstance(each, LayerEnd)]):
+        step.code.insert(place, Allocate(50 * MIB))
+    step.code.append(Allocate(-12 * 50 * MIB))
+    budget = 1000 * MIB
+    machine = Machine(PlannedPolicy(budget, LINK), LINK)
+    assert machine.run(step).peak <= budget + 64 * MIB
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

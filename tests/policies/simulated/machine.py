@@ -192,7 +192,7 @@ class Machine:
         self.outcome.copied = self._queues.moved[OUT], self._queues.moved[BACK]
         if measured:
             rates = [m / b if b else 0.0 for m, b in zip(self._queues.moved, self._queues.busy, strict=True)]
-            self._do(self.policy.decide(StepMeasured(number, self._positions, self.outcome.stalls, *rates)))
+            self.act(self.policy.decide(StepMeasured(number, self._positions, self.outcome.stalls, *rates)))
         return self.outcome
 
     def save(self, key: int, graph: int, layer: int, nbytes: int) -> None:
@@ -229,7 +229,7 @@ class Machine:
         self._positions.append(0.0)
         answer = list(self.policy.decide(event))
         self.outcome.log.append((event, answer))
-        self._do(answer)
+        self.act(answer)
         self._peak = self.level
 
     def _begin(self) -> None:
@@ -246,14 +246,15 @@ class Machine:
         """Tells what only those hear of who ask for it."""
         if type(event) in self.asks:
             self._tell_memory()
-            self._do(self.policy.decide(event))
+            self.act(self.policy.decide(event))
             self._peak = self.level
 
     def _tell_memory(self) -> None:
         if Memory in self.asks:
             self.policy.decide(Memory(self.level, max(self._peak, self.level)))
 
-    def _do(self, answer: Sequence[Action]) -> None:
+    def act(self, answer: Sequence[Action]) -> None:
+        """Does what a policy answers."""
         for kind, group in itertools.groupby(answer, type):
             keys = [action.key for action in group if action.key in self.blocks]
             if kind is Offload:
@@ -302,7 +303,7 @@ class Machine:
 
     def _refuse(self, action: Action) -> None:
         if Refused in self.asks:
-            self._do(self.policy.decide(Refused(action)))
+            self.act(self.policy.decide(Refused(action)))
 
     def _wait(self, block: _Block) -> None:
         """Compute waits for the block's copy."""
