@@ -52,6 +52,7 @@ void Exchange::lay_out() {
   for (const Leg& leg : legs_) {
     char* place = leg.channel.tray(leg.party, leg.number);
     for (const Range& range : leg.gives) {
+      if (!computes()) break;  // in a dry run there are no bytes
       std::memcpy(place, range.begin, range.nbytes);
       place += range.nbytes;
     }
@@ -68,7 +69,7 @@ void Exchange::take() {
     const Trays trays(leg.channel, leg.number);
     try {
       check_agreement(leg);
-      if (leg.take) leg.take(trays);
+      if (leg.take && computes()) leg.take(trays);
     } catch (const std::exception& error) {
       board_->fail(error.what());
       throw_if_failed();
