@@ -1,0 +1,86 @@
+"""Runs rows, those of a chip in a process of their own, and sets what was modelled beside what was published."""
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ascend_emulator import machines
+from published.rows import Row
+
+_EMULATOR = Path(__file__).parent.parent
+# A row's model lies whole on one card here, also where many cards had a share each.
+_DEVICE_MEMORY = "2TiB"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row, and what the clock says of it with the chip file's factor. Times in milliseconds."""
+
+    row: Row
+    modelled: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row beside its model. Errors are modelled over published throughput, minus 1: above 0 is too fast.
+
+    uncalibrated: with a factor of 1; calibrated: with the one that fits the chip's other rows.
+    """
+
+    row: Row
+    modelled: float
+    uncalibrated: float
+    calibrated: float
+
+
+def run(chip: str, rows: Sequence[Row]) -> Iterator[Result]:
+    """Of one chip's rows. Raises RuntimeError with what a failing row printed."""
+    launcher = [sys.executable, "-m", "ascend_emulator", "--clock", chip, "--dry", "--hbm", _DEVICE_MEMORY]
+    paths = [str(_EMULATOR), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(
+            [*launcher, "-m", "published.step", chip, *(row.name for row in rows)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        assert child.stdout is not None
+        for row, line in zip(rows, child.stdout, strict=False):
+            yield Result(row, float(line))
+        if child.wait() != 0:
+            errors.seek(0)
+            raise RuntimeError(f"{chip}: {errors.read()[-4000:]}")
+
+
+def factor_of(chip: str) -> float:
+    """The step factor in the chip's file."""
+    return float(dict(each.split("=", 1) for each in machines.figures(chip, None).split(";"))["step.factor"])
+
+
+def fit(results: Iterable[Result]) -> float:
+    """By how much steps took longer than modelled, as a geometric mean; 1 without a row that the factor is for.
+
+    What waits for the host does not follow the factor, so such rows do not take part.
+    """
+    logs = [math.log(each.row.milliseconds / each.modelled) for each in results if not each.row.host_bound]
+    return math.exp(statistics.fmean(logs)) if logs else 1.0
+
+
+def compare(results: Sequence[Result]) -> list[Comparison]:
+    """Of one chip's rows: each with the factor that fits all others."""
+    old = factor_of(results[0].row.chip)
+    comparisons = []
+    for each in results:
+        new = fit(other for other in results if other is not each)
+        scale = 1.0 if each.row.host_bound else new
+        plain = 1.0 if each.row.host_bound else 1 / old
+        published = each.row.milliseconds / each.modelled
+        comparisons.append(Comparison(each.row, each.modelled * scale, published / plain - 1, published / scale - 1))
+    return comparisons
