@@ -17,7 +17,7 @@ def main() -> None:
     written = {}
     for chip in dict.fromkeys(row.chip for row in rows):
         of_chip = []
-        for result in run(chip, [row for row in rows if row.chip == chip]):
+        for result in run(row for row in rows if row.chip == chip):
             console.print(f"{chip}, {result.row.name}: {result.modelled:.2f} ms")
             of_chip.append(result)
         comparisons = compare(of_chip)

@@ -62,6 +62,18 @@ class Chunked(Fused):
         return sum(map(super().loss, x.chunk(8), [head] * 8, targets.chunk(8)), torch.zeros((), device=x.device))
 
 
+class Composer(Fused):
+    """MPT under Composer, which also computes two metrics of each micro batch's logits, in float32."""
+
+    def loss(self, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        logits = functional.linear(x, head)
+        loss: Tensor = torch_npu.npu_cross_entropy_loss(logits, targets)[0]
+        with torch.no_grad():
+            for _ in ("cross entropy", "perplexity"):
+                functional.cross_entropy(logits.float(), targets)
+        return loss
+
+
 class Megatron(Fused):
     """MindSpeed-LLM on Megatron-Core: fused kernels, but the loss in steps and in float32."""
 
@@ -103,6 +115,7 @@ KERNELS = {
     "eager": Eager,
     "fused": Fused,
     "chunked": Chunked,
+    "composer": Composer,
     "megatron": Megatron,
     "megatron-plain-rotation": MegatronPlainRotation,
 }

@@ -11,33 +11,39 @@ from published.shapes import Shape
 class Decoder(nn.Module):
     """GPT-2 and MPT, or Llama and Qwen2, in bfloat16.
 
-    layers: how many of the shape's layers are here; a last stage of a pipeline has no embedding.
+    layers: how many of the shape's layers are here: a stage of a pipeline has its part of them.
+    first, last: whether the embedding and the loss are here.
     document: attention stays within so many positions, as among packed documents.
     """
 
     def __init__(
-        self, shape: Shape, kernels: Eager, sequence: int, document: int, recompute: bool, layers: int
+        self, shape: Shape, kernels: Eager, sequence: int, document: int, recompute: bool, layers: int, first: bool,
+        last: bool,
     ) -> None:
         super().__init__()
         self.kernels = kernels
         self.recompute = recompute
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if layers == shape.layers else None
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if first else None
         self.positions = None if shape.gated else nn.Embedding(sequence, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape, kernels, document) for _ in range(layers))
-        self.norm = Norm(shape, kernels)
-        self.head = nn.Parameter(torch.empty(shape.vocabulary, shape.hidden))
+        self.norm = Norm(shape, kernels) if last else None
+        self.head = nn.Parameter(torch.empty(shape.vocabulary, shape.hidden)) if last else None
         angles = torch.outer(torch.arange(sequence, dtype=torch.float32), torch.ones(shape.head_size))
         self.register_buffer("cos", angles.cos()[None, :, None].bfloat16())
         self.register_buffer("sin", angles.sin()[None, :, None].bfloat16())
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens: [batch, positions], or what the stage before it sent; targets: [batch, positions]; the loss."""
+        """The loss, or what is sent to the next stage.
+
+        tokens: [batch, positions], or what the stage before sent; targets: [batch, positions].
+        """
         x = tokens if self.embedding is None else self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions.weight
         for block in self.blocks:
             x = recomputed(block, x, self.cos, self.sin) if self.recompute else block(x, self.cos, self.sin)
+        if self.norm is None or self.head is None:
+            return x
         return self.kernels.loss(self.norm(x).flatten(0, 1), self.head, targets.flatten())
 
 

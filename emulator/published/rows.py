@@ -11,6 +11,7 @@ _FILE = Path(__file__).with_name("rows.toml")
 class Row:
     """One published step, and what must be known to do it again.
 
+    attention: the rate of the attention kernel that was used over that in the chip's file.
     milliseconds: of one step, as published or as follows from the published tokens per second and card.
     """
 
@@ -29,6 +30,7 @@ class Row:
     cards: int = 1
     pipeline: int = 1
     recompute: bool = False
+    attention: float = 1
     overlaps: bool = True
     host_bound: bool = False
 

@@ -7,10 +7,10 @@ Prints the modelled milliseconds of each named row's step, a line for each.
 
 import gc
 import sys
+from collections.abc import Callable
 
 import torch
 from ascend_emulator import now
-from torch import Tensor
 
 from published import traffic
 from published.kernels import KERNELS
@@ -29,43 +29,51 @@ def main() -> None:
 
 
 def modelled_seconds(row: Row) -> float:
-    return Training(row).seconds()
+    """Of a row's step."""
+    shape = SHAPES[row.model]
+    slowest = Stage(row, first=row.pipeline == 1, last=True).seconds()
+    others = Stage(row, first=True, last=False).seconds() if row.pipeline > 1 else None
+    return traffic.step_seconds(row, shape, slowest, others)
 
 
-class Training:
-    """A row's model, batch and optimizer on one card."""
+class Stage:
+    """One card's part of a row: layers, a micro batch, and an optimizer."""
 
-    def __init__(self, row: Row) -> None:
-        self._row, self._shape = row, SHAPES[row.model]
-        torch.set_default_device("npu")
-        torch.set_default_dtype(torch.bfloat16)
-        layers = -(-self._shape.layers // row.pipeline)
-        self._model = Decoder(
-            self._shape, KERNELS[row.kernels](), row.sequence, row.document or row.sequence, row.recompute, layers
-        )
-        self._optimizer = OPTIMIZERS[row.optimizer](self._model, row.cards // row.pipeline)
+    def __init__(self, row: Row, first: bool, last: bool) -> None:
+        self._accumulate, shape = row.accumulate, SHAPES[row.model]
         size = row.micro_batch, row.sequence
-        self._targets = torch.zeros(size, dtype=torch.int64)
-        self._inputs: Tensor = self._targets
-        if row.pipeline > 1:
-            self._inputs = torch.zeros(*size, self._shape.hidden, requires_grad=True)
+        with torch.device("npu"):
+            self._model = Decoder(
+                shape,
+                KERNELS[row.kernels](),
+                row.sequence,
+                row.document or row.sequence,
+                row.recompute,
+                -(-shape.layers // row.pipeline),
+                first,
+                last,
+            ).bfloat16()
+            self._optimizer = OPTIMIZERS[row.optimizer](self._model, row.cards // row.pipeline)
+            self._targets = torch.zeros(size, dtype=torch.int64)
+            between = torch.zeros(*size, shape.hidden, dtype=torch.bfloat16)
+        self._inputs = self._targets if first else between.requires_grad_()
+        self._gradient = None if last else between
 
-    def seconds(self) -> float:
+    def seconds(self) -> traffic.Seconds:
         """Of the second step, the first one having made the optimizer's states.
 
         Of the micro batches two are computed; all others take as long as the second.
         """
         for _ in range(2):
-            first, update = self._timed(self._micro_batch), 0.0
-            second = self._timed(self._micro_batch) if self._row.accumulate > 1 else first
+            begin = self._timed(self._micro_batch)
+            each = self._timed(self._micro_batch) if self._accumulate > 1 else begin
             update = self._timed(self._optimizer.step)
-        computed = first + (self._row.accumulate - 1) * second
-        return traffic.step_seconds(self._row, self._shape, computed, second, update)
+        return traffic.Seconds(begin + (self._accumulate - 1) * each, each, update)
 
     def _micro_batch(self) -> None:
-        self._model(self._inputs, self._targets).backward()
+        self._model(self._inputs, self._targets).backward(self._gradient)
 
-    def _timed(self, work) -> float:  # type: ignore[no-untyped-def]
+    def _timed(self, work: Callable[[], None]) -> float:
         begin = now()
         work()
         torch.npu.synchronize()

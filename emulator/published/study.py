@@ -6,8 +6,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from ascend_emulator import machines
@@ -39,13 +41,29 @@ class Comparison:
     calibrated: float
 
 
-def run(chip: str, rows: Sequence[Row]) -> Iterator[Result]:
-    """Of one chip's rows. Raises RuntimeError with what a failing row printed."""
-    launcher = [sys.executable, "-m", "ascend_emulator", "--clock", chip, "--dry", "--hbm", _DEVICE_MEMORY]
+def run(rows: Iterable[Row]) -> Iterator[Result]:
+    """Raises RuntimeError with what a failing row printed."""
+    for (chip, attention), group in groupby(rows, key=lambda row: (row.chip, row.attention)):
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(_chip_file(chip, attention))
+            file.flush()
+            yield from _run(file.name, list(group))
+
+
+def _chip_file(chip: str, attention: float) -> str:
+    """The chip's file, with another kernel for attention."""
+    text = (Path(machines.__file__).parent / "chips" / f"{chip}.toml").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("attention_shares"))
+    shares = [[size, share * attention] for size, share in tomllib.loads(line)["attention_shares"]]
+    return text.replace(line, f"attention_shares = {shares}")
+
+
+def _run(chip_file: str, rows: Sequence[Row]) -> Iterator[Result]:
+    launcher = [sys.executable, "-m", "ascend_emulator", "--clock", chip_file, "--dry", "--hbm", _DEVICE_MEMORY]
     paths = [str(_EMULATOR), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            [*launcher, "-m", "published.step", chip, *(row.name for row in rows)],
+            [*launcher, "-m", "published.step", rows[0].chip, *(row.name for row in rows)],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -56,7 +74,7 @@ def run(chip: str, rows: Sequence[Row]) -> Iterator[Result]:
             yield Result(row, float(line))
         if child.wait() != 0:
             errors.seek(0)
-            raise RuntimeError(f"{chip}: {errors.read()[-4000:]}")
+            raise RuntimeError(f"{rows[0].chip}: {errors.read()[-4000:]}")
 
 
 def factor_of(chip: str) -> float:

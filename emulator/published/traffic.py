@@ -23,30 +23,36 @@ LINKS = {"a100": Links(230e9, 230e9), "h100": Links(370e9, 370e9), "910b2": Link
 LINKS["910b3"] = LINKS["910b2"]
 
 
-def step_seconds(row: Row, shape: Shape, micro_batches: float, micro_batch: float, update: float) -> float:
-    """Of a whole step.
+@dataclass(frozen=True)
+class Seconds:
+    """What a card computes in a step: all micro batches, one of them, and the optimizer's update."""
 
-    micro_batches: seconds that the card computes for all of the row's micro batches; micro_batch: for one of them;
-    update: for the optimizer's step.
+    micro_batches: float
+    micro_batch: float
+    update: float
+
+
+def step_seconds(row: Row, shape: Shape, last: Seconds, others: Seconds | None) -> float:
+    """Of a whole step. last: the stage with the loss, which is the slowest; others: each one before it.
 
     - FSDP gathers weights twice (2 bytes each) and scatters gradients (4 bytes, float32) in each micro batch, behind
       what is computed: only what is longer than that counts.
     - A sharded optimizer scatters float32 gradients (Megatron) or bfloat16 ones, and gathers bfloat16 weights, once a
       step. The first is hidden if the row overlaps it; the second is not.
-    - A pipeline repeats the last stage's micro batch for each stage before it (the bubble), and the stage waits for
-      one activation and one gradient of each micro batch.
+    - A pipeline is filled and drained by one micro batch of the stages before the last (the bubble), and the last one
+      waits for one activation and one gradient of each micro batch.
     """
     links, share = LINKS[row.chip], (row.cards - 1) / row.cards
     weights = parameters(row, shape)
+    seconds = last.micro_batches + last.update
     if row.optimizer == "fsdp":
-        return micro_batches + row.accumulate * max(0, 8 * weights * share / links.ring - micro_batch) + update
-    seconds = micro_batches + (row.pipeline - 1) * micro_batch + update
-    if row.pipeline > 1:
-        sent = 2 * row.micro_batch * row.sequence * shape.hidden
-        seconds += row.accumulate * 2 * sent / links.pair
+        seconds += row.accumulate * max(0, 8 * weights * share / links.ring - last.micro_batch)
     if row.optimizer in ("shares", "megatron"):
         scattered = 0 if row.overlaps else (4 if row.optimizer == "megatron" else 2)
         seconds += (scattered + 2) * weights * share / links.ring
+    if others is not None:
+        sent = 2 * row.micro_batch * row.sequence * shape.hidden
+        seconds += (row.pipeline - 1) * others.micro_batch + row.accumulate * 2 * sent / links.pair
     return seconds
 
 

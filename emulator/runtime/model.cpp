@@ -41,7 +41,6 @@ Model::Model(const std::string& figures)
       bfloat16_(number("matrix.bfloat16") * kPerSecond),
       float16_(number("matrix.float16") * kPerSecond),
       float32_(number("matrix.float32") * kPerSecond),
-      attention_share_(number("matrix.attention_share")),
       convolution_share_(number("matrix.convolution_share")),
       step_factor_(number("step.factor")),
       latency_(microseconds("link.latency_us")),
@@ -54,33 +53,39 @@ Model::Model(const std::string& figures)
       h2d_beside_d2h_(number("link.h2d_beside_d2h")),
       d2h_beside_h2d_(number("link.d2h_beside_h2d")),
       pageable_share_(number("link.pageable_share")),
-      host_cpu_factor_(number("host_cpu_factor")) {
-  for (const std::string& row : parts(figures_.at("matrix.matmul_shares"), ',')) {
-    const auto [least, share] = halves(row, ':');
-    matmul_shares_.emplace_back(std::stod(least), std::stod(share));
-  }
-}
+      host_cpu_factor_(number("host_cpu_factor")),
+      matmul_shares_(shares("matrix.matmul_shares")),
+      attention_shares_(shares("matrix.attention_shares")) {}
 
 double Model::number(const std::string& key) const { return std::stod(figures_.at(key)); }
 
 Nanoseconds Model::microseconds(const std::string& key) const { return std::llround(number(key) * 1000); }
 
+Model::Shares Model::shares(const std::string& key) const {
+  Shares found;
+  for (const std::string& row : parts(figures_.at(key), ',')) {
+    const auto [size, share] = halves(row, ':');
+    found.emplace_back(std::stod(size), std::stod(share));
+  }
+  return found;
+}
+
 // Between two rows of the table on the straight line, outside of it as at its nearest end.
-double Model::matmul_share(double least) const {
-  const auto above = std::find_if(matmul_shares_.begin(), matmul_shares_.end(),
-                                  [least](const auto& row) { return row.first >= least; });
-  if (above == matmul_shares_.begin()) return above->second;
+double Model::share(const Shares& shares, double size) {
+  const auto above =
+      std::find_if(shares.begin(), shares.end(), [size](const auto& row) { return row.first >= size; });
+  if (above == shares.begin()) return above->second;
   const auto& [low, share] = *std::prev(above);
-  if (above == matmul_shares_.end()) return share;
-  return share + (above->second - share) * (least - low) / (above->first - low);
+  if (above == shares.end()) return share;
+  return share + (above->second - share) * (size - low) / (above->first - low);
 }
 
 double Model::flops_per_ns(const Work& work) const {
   const double peak = work.dtype == ACL_BF16 ? bfloat16_ : work.dtype == ACL_FLOAT16 ? float16_ : float32_;
   switch (work.unit) {
-    case Unit::attention: return peak * attention_share_ / step_factor_;
+    case Unit::attention: return peak * share(attention_shares_, work.least) / step_factor_;
     case Unit::convolution: return peak * convolution_share_ / step_factor_;
-    default: return peak * matmul_share(work.least) / step_factor_;
+    default: return peak * share(matmul_shares_, work.least) / step_factor_;
   }
 }
 
