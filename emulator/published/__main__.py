@@ -1,28 +1,29 @@
 import argparse
 import json
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from published.rows import Row, read_rows
-from published.study import Comparison, Result, compare, factor_of, fit, run
+from published.study import Comparison, compare, factor_of, fit, run
 
 
 def main() -> None:
     options = _parse()
     rows = [row for row in read_rows() if row.chip in (options.chip or row.chip) and options.row in row.name]
-    console = Console()
-    written = {}
-    for chip in dict.fromkeys(row.chip for row in rows):
-        of_chip = []
-        for result in run(row for row in rows if row.chip == chip):
+    console, written = Console(), []
+    for (chip, host_bound), group in groupby(rows, key=lambda row: (row.chip, row.host_bound)):
+        results = []
+        for result in run(group):
             console.print(f"{chip}, {result.row.name}: {result.modelled:.2f} ms")
-            of_chip.append(result)
-        comparisons = compare(of_chip)
-        _print(chip, of_chip, comparisons)
-        written[chip] = {"factor": factor_of(chip) * fit(of_chip), "rows": [asdict(each) for each in comparisons]}
+            results.append(result)
+        factor = fit(results) * (1.0 if host_bound else factor_of(chip))
+        comparisons = compare(results)
+        console.print(_table(f"{'the host of ' if host_bound else ''}{chip}: a factor of {factor:.3f}", comparisons))
+        written.append({"chip": chip, "host_bound": host_bound, "factor": factor} | {"rows": [asdict(each) for each in comparisons]})
     if options.json is not None:
         options.json.write_text(json.dumps(written, indent=1) + "\n")
 
@@ -35,23 +36,22 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _print(chip: str, results: list[Result], comparisons: list[Comparison]) -> None:
-    table = Table(title=f"{chip}: factor {factor_of(chip) * fit(results):.3f} fits all rows, {factor_of(chip):g} is set")
+def _table(title: str, comparisons: list[Comparison]) -> Table:
+    table = Table(title=title)
     table.add_column("row")
     for heading in ("published", "modelled", "error", "without a factor"):
         table.add_column(heading, justify="right")
     for each in comparisons:
-        table.add_row(
-            each.row.name, *(_speed(each.row, time) for time in (each.row.milliseconds, each.modelled)),
-            f"{each.calibrated:+.1%}", f"{each.uncalibrated:+.1%}",
-        )
+        times = (_speed(each.row, time) for time in (each.row.milliseconds, each.modelled))
+        table.add_row(each.row.name, *times, f"{each.calibrated:+.1%}", f"{each.uncalibrated:+.1%}")
     table.add_section()
-    table.add_row("mean and worst", "", "", *(_mean_and_worst(comparisons, name) for name in ("calibrated", "uncalibrated")))
-    Console().print(table)
+    errors = (_mean_and_worst(comparisons, name) for name in ("calibrated", "uncalibrated"))
+    table.add_row("mean and worst", "", "", *errors)
+    return table
 
 
 def _speed(row: Row, milliseconds: float) -> str:
-    return f"{1e3 * row.tokens / milliseconds:.0f} tokens/s" if row.tokens else f"{milliseconds:.1f} ms"
+    return f"{1e3 * row.tokens / milliseconds:.0f} tokens/s" if not row.host_bound else f"{milliseconds:.1f} ms"
 
 
 def _mean_and_worst(comparisons: list[Comparison], name: str) -> str:

@@ -32,7 +32,11 @@ class Row:
     recompute: bool = False
     attention: float = 1
     overlaps: bool = True
-    host_bound: bool = False
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host takes longer to launch the kernels than the device to compute them."""
+        return self.kind != "decoder"
 
     @property
     def tokens(self) -> int:

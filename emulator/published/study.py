@@ -43,7 +43,7 @@ class Comparison:
 
 def run(rows: Iterable[Row]) -> Iterator[Result]:
     """Raises RuntimeError with what a failing row printed."""
-    for (chip, attention), group in groupby(rows, key=lambda row: (row.chip, row.attention)):
+    for (chip, attention, _), group in groupby(rows, key=lambda row: (row.chip, row.attention, row.host_bound)):
         with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
             file.write(_chip_file(chip, attention))
             file.flush()
@@ -60,6 +60,8 @@ def _chip_file(chip: str, attention: float) -> str:
 
 def _run(chip_file: str, rows: Sequence[Row]) -> Iterator[Result]:
     launcher = [sys.executable, "-m", "ascend_emulator", "--clock", chip_file, "--dry", "--hbm", _DEVICE_MEMORY]
+    if rows[0].host_bound:
+        launcher += ["--host-cpu", "1", "--no-poison"]
     paths = [str(_EMULATOR), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
@@ -83,22 +85,22 @@ def factor_of(chip: str) -> float:
 
 
 def fit(results: Iterable[Result]) -> float:
-    """By how much steps took longer than modelled, as a geometric mean; 1 without a row that the factor is for.
-
-    What waits for the host does not follow the factor, so such rows do not take part.
-    """
-    logs = [math.log(each.row.milliseconds / each.modelled) for each in results if not each.row.host_bound]
-    return math.exp(statistics.fmean(logs)) if logs else 1.0
+    """By how much steps took longer than modelled, as a geometric mean."""
+    return math.exp(statistics.fmean(math.log(each.row.milliseconds / each.modelled) for each in results))
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
-    """Of one chip's rows: each with the factor that fits all others."""
-    old = factor_of(results[0].row.chip)
+    """Of the rows that one factor is for: each with what fits all others, and the last column without any factor.
+
+    Raises ValueError for fewer than two.
+    """
+    if len(results) < 2:
+        raise ValueError("a row is held out of the fit, so it takes two")
+    first = results[0].row
+    set_already = 1.0 if first.host_bound else factor_of(first.chip)
     comparisons = []
     for each in results:
-        new = fit(other for other in results if other is not each)
-        scale = 1.0 if each.row.host_bound else new
-        plain = 1.0 if each.row.host_bound else 1 / old
-        published = each.row.milliseconds / each.modelled
-        comparisons.append(Comparison(each.row, each.modelled * scale, published / plain - 1, published / scale - 1))
+        held_out = fit(other for other in results if other is not each)
+        ratio = each.row.milliseconds / each.modelled
+        comparisons.append(Comparison(each.row, each.modelled * held_out, ratio * set_already - 1, ratio / held_out - 1))
     return comparisons
