@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from published.offloads import PUBLISHED, Figures, Published, modelled
 from published.rows import Row, read_rows
 from published.study import Comparison, compare, factor_of, fit, run
 
@@ -24,8 +25,11 @@ def main() -> None:
         comparisons = compare(results)
         console.print(_table(f"{'the host of ' if host_bound else ''}{chip}: a factor of {factor:.3f}", comparisons))
         written.append({"chip": chip, "host_bound": host_bound, "factor": factor} | {"rows": [asdict(each) for each in comparisons]})
+    offloads = [(each, modelled(each)) for each in PUBLISHED if not options.chip or each.chip in options.chip]
+    console.print(_offload_table(offloads))
     if options.json is not None:
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+        result = {"rows": written, "offloads": [asdict(each) | {"modelled": asdict(found)} for each, found in offloads]}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _parse() -> argparse.Namespace:
@@ -47,6 +51,17 @@ def _table(title: str, comparisons: list[Comparison]) -> Table:
     table.add_section()
     errors = (_mean_and_worst(comparisons, name) for name in ("calibrated", "uncalibrated"))
     table.add_row("mean and worst", "", "", *errors)
+    return table
+
+
+def _offload_table(offloads: list[tuple[Published, Figures]]) -> Table:
+    table = Table(title="offloads")
+    table.add_column("row")
+    for heading in ("published slowdown", "modelled", "published GB saved", "modelled"):
+        table.add_column(heading, justify="right")
+    for each, found in offloads:
+        slowdowns = (f"{figures.slowdown:+.1%}" for figures in (each.figures, found))
+        table.add_row(each.name, *slowdowns, *(f"{figures.saved:.2f}" for figures in (each.figures, found)))
     return table
 
 

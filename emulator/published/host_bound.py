@@ -11,7 +11,7 @@ from ascend_emulator import now
 from published.lora import LORA_SHAPES, LoraModel
 from published.rows import Row
 
-_STEPS = 12
+_STEPS = 30
 
 
 def host_bound_seconds(row: Row) -> float:

@@ -1,7 +1,6 @@
 """Runs rows, those of a chip in a process of their own, and sets what was modelled beside what was published."""
 
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -13,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 from ascend_emulator import machines
+from published.children import environment
 from published.rows import Row
 
-_EMULATOR = Path(__file__).parent.parent
 # A row's model lies whole on one card here, also where many cards had a share each.
 _DEVICE_MEMORY = "2TiB"
 
@@ -62,14 +61,13 @@ def _run(chip_file: str, rows: Sequence[Row]) -> Iterator[Result]:
     launcher = [sys.executable, "-m", "ascend_emulator", "--clock", chip_file, "--dry", "--hbm", _DEVICE_MEMORY]
     if rows[0].host_bound:
         launcher += ["--host-cpu", "1", "--no-poison"]
-    paths = [str(_EMULATOR), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             [*launcher, "-m", "published.step", rows[0].chip, *(row.name for row in rows)],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=environment(),
         )
         assert child.stdout is not None
         for row, line in zip(rows, child.stdout, strict=False):
