@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import EMULATED, RACES
 from tests.emulator.launch import HANGS_S
+from tests.emulator.launch import run as run_plainly
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "3", "--width", "96", "--context", "128", "--batch", "8"]
@@ -80,6 +81,22 @@ def test_the_optimizer_example(tmp_path: Path) -> None:
     assert re.search(r"states on disk +│ .* │ +1\d\d │ +[2345]\d │ +1\d\d │", printed)
     assert "bit-equal losses and final weights: yes" in printed
     assert "spill files left: 0" in printed
+
+
+@pytest.mark.skipif(RACES, reason="a dry run has no races")
+def test_the_plan() -> None:
+    done = run_plainly("examples/plan_7b.py", "--stride", "8", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "plain: torch.OutOfMemoryError" in done.stdout
+    (row,) = re.findall(r"│tiered, 8 layers │ +(.*) │", done.stdout)
+    device, host, step, kernels, copies, hidden = re.split(r" +│ *", row)
+    assert 40 < float(device) < 60
+    assert 35 < float(host) < 40
+    assert float(step) > float(kernels) > float(copies) > 1
+    assert 0 < int(hidden.rstrip("%")) < 100
+    planned = re.search(r"3 trainings were planned in \d+ s, with (.*) GiB of this machine's memory", done.stdout)
+    assert planned is not None
+    assert float(planned[1]) < 3
 
 
 @no_detector

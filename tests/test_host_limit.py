@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tiered_mem.host_budget import HostLimit, cgroup_limits, host_limit, memlock_limit
+from tiered_mem.host_budget import HostLimit, cgroup_limits, host_budget, host_limit, memlock_limit
 
 V1, V2 = "memory.limit_in_bytes", "memory.max"
 V1_UNLIMITED = str(2**63 - 4096)
@@ -104,6 +104,21 @@ def test_a_machine_without_cgroups(tmp_path: Path) -> None:
 
 def test_this_machine() -> None:
     assert 0 < host_limit().nbytes <= RAM.nbytes
+
+
+def test_what_the_user_says_counts_in_place_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERED_MEM_HOST_LIMIT", "900TiB")
+    said = "TIERED_MEM_HOST_LIMIT=900TiB in the environment"
+    assert host_limit() == HostLimit(900 << 40, said)
+    with pytest.raises(ValueError, match=f"more than {said} allows"):
+        host_budget("901TiB", limits=[host_limit()], processes=1)
+
+
+@pytest.mark.parametrize("text", ["much", "0", "-1GiB"])
+def test_what_the_user_says_must_be_a_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TIERED_MEM_HOST_LIMIT", text)
+    with pytest.raises(ValueError, match=r"^TIERED_MEM_HOST_LIMIT in the environment: .*size"):
+        host_limit()
 
 
 @pytest.mark.parametrize("unlimited", [V1_UNLIMITED, V1_UNLIMITED_64K_PAGES, str(2**63 - 1)])

@@ -1,6 +1,6 @@
 """The host memory that this process takes: the request, checked against its share of what there is.
 
-That is the container's limit where there is one, or else the machine's RAM.
+That is the container's limit where there is one, or else the machine's RAM; or what the user says that there is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ HostBytes: TypeAlias = int | float | str | None
 """How much host memory a user asks for: bytes, a part of what there is, a size such as "64GiB", or "auto"."""
 
 _LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+_HOST_LIMIT = "TIERED_MEM_HOST_LIMIT"
 # cgroup v1 writes "no limit" as a number: 2**63 less a page, which has up to 64 KiB.
 _UNLIMITED = 1 << 62
 _CAP_IPC_LOCK = 14
@@ -87,7 +88,16 @@ def local_processes() -> int:
 
 
 def host_limit(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> HostLimit:
-    """The smallest of the machine's RAM and the memory limits of this process's cgroup and its parents."""
+    """The smallest of the machine's RAM and the memory limits of this process's cgroup and its parents.
+
+    The variable TIERED_MEM_HOST_LIMIT counts in their place: where a batch system has a limit that no cgroup shows,
+    or where the run plans for another machine. Raises ValueError where it is not a size.
+    """
+    if text := os.environ.get(_HOST_LIMIT):
+        try:
+            return HostLimit(parse_bytes(text), f"{_HOST_LIMIT}={text} in the environment")
+        except ValueError as error:
+            raise ValueError(f"{_HOST_LIMIT} in the environment: {error}") from None
     limits = [HostLimit(psutil.virtual_memory().total, "the machine's RAM"), *cgroup_limits(cgroup_root, proc)]
     return min(limits, key=lambda limit: limit.nbytes)
 

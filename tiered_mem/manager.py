@@ -48,8 +48,9 @@ class TieringManager:
     policy: a Policy, or the name of one ("layer-order", "lru").
     device: "npu", "cuda" or "cpu", with or without an index.
     host_bytes: the most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for that
-        share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits,
-        divided by LOCAL_WORLD_SIZE, the number of processes on the machine. "auto", or None, is half of it.
+        share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits (or
+        what TIERED_MEM_HOST_LIMIT says in their place), divided by LOCAL_WORLD_SIZE, the number of processes on the
+        machine. "auto", or None, is half of it.
     pin: how the host memory is pinned. True is the best way that torch recognises on this machine; False is not at
         all, and the host then waits at each copy. "try" is True, or else False with a warning. The name of a source
         (docs/tuning.md lists them) is that one.

@@ -48,6 +48,7 @@ def main() -> None:
             host_cpu_factor=options.host_cpu,
             dry=options.dry,
             dry_value=options.dry_value,
+            dry_routing=options.dry_routing,
             over_real_cann=options.over_real_cann,
         )
     except EmulatorError as error:
@@ -133,6 +134,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--dry", action="store_true", default=None, help="compute nothing: only count memory, and model time"
     )
     parser.add_argument("--dry-value", metavar="X", help="what the host reads of the device then (default: 0)")
+    parser.add_argument("--dry-routing", metavar="HOW", help="of tokens to experts: refused (default) or uniform")
     parser.add_argument(
         "--stack",
         default="current",

@@ -1,4 +1,4 @@
-"""What an operator's call is about: which device, and which of its arguments it writes."""
+"""Operators, and what a call of one is about: which device, and which of its arguments it writes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,6 +6,17 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
+
+
+def find(name: str) -> OpOverload | None:
+    """The operator of that name; None in other namespaces, and for a registration that has no operator."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    if namespace not in ("aten", "npu"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    operator = getattr(packet, overload or "default", None)
+    return operator if isinstance(operator, OpOverload) else None
 
 
 def device_of(arguments: Any) -> torch.device:

@@ -16,7 +16,8 @@ from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ascend_emulator.calls import device_of, written_arguments
+from ascend_emulator.calls import device_of, find, written_arguments
+from ascend_emulator.routing import Answer, UniformRouting
 from ascend_emulator.runtime import runtime
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
@@ -25,28 +26,35 @@ _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 class DryRun:
     """Stands in for the CPU: on_cpu() of fallback.py does the same with the bytes.
 
-    value: what the host is told of the device's numbers.
+    value: what the host is told of the device's numbers. uniform: see UniformRouting; else it is refused.
     """
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value: float, uniform: bool) -> None:
         self._value = value
+        self._routing = UniformRouting() if uniform else None
         # GradScaler's answers to whether a gradient is not finite: 0 whatever the value, or no step would be made.
         self._never: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def without_kernel(self, operator: OpOverload) -> Callable[..., Any]:
         """What runs in place of an operator that has no native kernel."""
+        routed = self._routed(operator)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.Tag.data_dependent_output in operator.tags:
                 return self._told(operator, args, kwargs)
+            if routed is not None and (result := routed(*args, **kwargs)) is not None:
+                _take_time(operator, tree_leaves((args, kwargs)), [result])
+                return result
             shapes = _Shapes(device_of((args, kwargs)))
             meta_args, meta_kwargs = tree_map(shapes.to_meta, (args, kwargs))
             if "generator" in meta_kwargs:
                 meta_kwargs["generator"] = None
             try:
                 result = operator(*meta_args, **meta_kwargs)
-            except NotImplementedError as error:
-                raise NotImplementedError(_refusal(operator)) from error
+            except (NotImplementedError, RuntimeError) as error:
+                if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+                    raise NotImplementedError(_refusal(operator)) from error
+                raise
             written = list(written_arguments(operator, args, kwargs))
             for tensor in written:
                 shapes.resize(tensor)
@@ -58,7 +66,18 @@ class DryRun:
         return run
 
     def install(self, library: Library) -> None:
-        """Tells the host the value where it is not 0. library: one for the namespace aten."""
+        """Takes over what torch_npu would send to the CPU, and what the host reads. library: one for aten."""
+        for name in _without_npu_kernel():
+            if (operator := find(name)) is not None:
+                library.impl(operator, self.without_kernel(operator), "PrivateUse1")  # type: ignore[no-untyped-call]
+        # Printing a tensor would select from it what is not 0.
+        show: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
+        torch._tensor_str._tensor_str = lambda tensor, indent: show(tensor.cpu(), indent)
+        if self._routing is not None:
+            self._routing.install(library)
+        else:
+            grouped = torch.ops.aten._grouped_mm.default
+            library.impl(grouped, _refuse_groups, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
         if self._value == 0:
             return
         unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -69,6 +88,15 @@ class DryRun:
         ):
             native = torch.library.get_kernel(operator, "PrivateUse1")
             library.impl(operator, made(native), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+
+    def _routed(self, operator: OpOverload) -> Answer | None:
+        if self._routing is None:
+            return None
+        answers: dict[OpOverload, Answer] = {
+            torch.ops.aten.nonzero.default: self._routing.nonzero,
+            torch.ops.aten.bincount.default: self._routing.bincount,
+        }
+        return answers.get(operator)
 
     def _item(self, native: Any) -> Callable[..., Any]:
         def item(tensor: torch.Tensor) -> Any:
@@ -94,9 +122,9 @@ class DryRun:
         return unscale
 
     def _number(self, tensor: torch.Tensor) -> Any:
+        if tensor.dtype == torch.bool:  # of checks such as isnan(loss).any()
+            return False
         value = 0 if tensor in self._never else self._value
-        if tensor.dtype == torch.bool:
-            return bool(value)
         if tensor.dtype.is_complex:
             return complex(value)
         return float(value) if tensor.dtype.is_floating_point else int(value)
@@ -106,11 +134,9 @@ class DryRun:
         device = device_of((args, kwargs))
         _take_time(operator, tree_leaves((args, kwargs)), [])
         torch_npu.npu.current_stream(device).synchronize()
-        (result,) = operator._schema.returns
-        kind = {"bool": bool, "int": int, "float": float}.get(str(result.type))
-        if kind is None:
+        if [str(result.type) for result in operator._schema.returns] != ["bool"]:
             raise NotImplementedError(_refusal(operator))
-        return kind(self._value)
+        return False
 
 
 class _Shapes:
@@ -144,10 +170,34 @@ class _Shapes:
         return torch.empty_like(value, device=self._device) if original is None else original
 
 
+def _without_npu_kernel() -> list[str]:
+    """The operators of aten that torch_npu does not register, nor PyTorch makes of others: they go to the CPU."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+    explicit = "CompositeExplicitAutograd"
+    composite = ("CompositeImplicitAutograd", explicit, f"{explicit}NonFunctional")
+    return [
+        name
+        for name in set(torch._C._dispatch_get_all_op_names()).difference(registered)
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+        and not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in composite)
+    ]
+
+
 def _refusal(operator: OpOverload) -> str:
     if torch.Tag.dynamic_output_shape in operator.tags:
-        return f"{operator}: the shape of its result depends on data, of which a dry run has none"
+        return (
+            f"{operator}: the shape of its result depends on data, of which a dry run has none (of a mixture of "
+            "experts --dry-routing uniform knows more)"
+        )
     return f"{operator}: a dry run cannot tell its result, for PyTorch has no meta kernel for it"
+
+
+def _refuse_groups(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "aten._grouped_mm.default: the sizes of its groups depend on data, of which a dry run has none; "
+        "--dry-routing uniform makes them equal"
+    )
 
 
 def _take_time(operator: OpOverload, read: Iterable[Any], written: list[torch.Tensor]) -> None:

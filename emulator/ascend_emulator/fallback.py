@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ascend_emulator.calls import device_of, written_arguments
+from ascend_emulator.calls import device_of, find, written_arguments
 from ascend_emulator.dry import DryRun
 from ascend_emulator.formulas import FORMULAS
 from ascend_emulator.native_ops import native_operators
@@ -43,32 +43,21 @@ def install(dry: DryRun | None) -> None:
     untouched = native_operators() - native_if.keys()
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-            operator = None if name in untouched else _find(name)
+            operator = None if name in untouched else find(name)
             kernel = (
                 None if operator is None else _replacement(name, operator, key, native_if.get(name), without_kernel)
             )
             if operator is not None and kernel is not None:
                 library = libraries[operator.namespace]
                 library.impl(operator, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
-    same = {name: _find(same) for name, same in _SAME_AS.items()}
+    same = {name: find(same) for name, same in _SAME_AS.items()}
     for name, kernel in (same | FORMULAS).items():
         library = libraries[name.partition("::")[0]]
-        library.impl(_find(name), kernel, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+        library.impl(find(name), kernel, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
     if dry is not None:
         dry.install(libraries["aten"])
     # A replacement ends with its Library; torch.library keeps its own permanent ones here.
     torch.library._keep_alive.extend(libraries.values())
-
-
-def _find(name: str) -> OpOverload | None:
-    """The operator of that name; None in other namespaces, and for a registration that has no operator."""
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
-    if namespace not in ("aten", "npu"):
-        return None
-    packet = getattr(getattr(torch.ops, namespace), base, None)
-    operator = getattr(packet, overload or "default", None)
-    return operator if isinstance(operator, OpOverload) else None
 
 
 def _has_usual_order(self: torch.Tensor, order: float = 2, *args: Any, **kwargs: Any) -> bool:

@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
+from ascend_emulator.options import Options
 from ascend_emulator.races import name_places
 from ascend_emulator.runtime import KERNELS, WATCH, runtime
 
@@ -42,10 +44,9 @@ class _TorchNpuLoader(Loader):
         from ascend_emulator.dry import DryRun
         from ascend_emulator.fallback import install
 
-        library = runtime()
-        library.ascend_emulator_dry_value.restype = ctypes.c_double
-        install(DryRun(library.ascend_emulator_dry_value()) if library.ascend_emulator_is_dry() else None)
-        if library.ascend_emulator_watches_races():
+        options = Options.inherited(os.environ)
+        install(DryRun(options.dry_value, options.dry_routing == "uniform") if options.dry else None)
+        if runtime().ascend_emulator_watches_races():
             self._watch(module)
 
     def _watch(self, module: ModuleType) -> None:

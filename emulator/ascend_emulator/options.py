@@ -13,7 +13,7 @@ from ascend_emulator.machines import figures, parse_chip, parse_server
 from ascend_emulator.sizes import parse_bytes, parse_limit, parse_rate
 
 # What can be chosen from outside for a program that does not choose it itself.
-FROM_OUTSIDE = ("schedule", "seed", "races", "timeline", "clock", "server", "dry", "dry_value")
+FROM_OUTSIDE = ("schedule", "seed", "races", "timeline", "clock", "server", "dry", "dry_value", "dry_routing")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Options:
     host_cpu_factor: float = 0
     dry: bool = False
     dry_value: float = 0
+    dry_routing: str = "refused"
     over_real_cann: bool = False
     model: str = field(init=False, repr=False)
 
@@ -56,8 +57,8 @@ class Options:
 
     def _check_dry(self) -> None:
         if not self.dry:
-            if self.dry_value:
-                raise EmulatorError("a dry value is for dry runs: --dry (dry=True)")
+            if self.dry_value or self.dry_routing != "refused":
+                raise EmulatorError("a dry value, and dry routing, are for dry runs: --dry (dry=True)")
             return
         if self.clock is None:
             raise EmulatorError(
@@ -189,5 +190,6 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "host_cpu_factor": _number("the host CPU factor", 0),
     "dry": _switch("dry"),
     "dry_value": _number("the dry value"),
+    "dry_routing": _choice("dry routing", "refused", "uniform"),
     "over_real_cann": _switch("over_real_cann"),
 }

@@ -40,6 +40,7 @@ def start(
     host_cpu_factor: float = 0,
     dry: bool | None = None,
     dry_value: float | None = None,
+    dry_routing: Literal["refused", "uniform"] | None = None,
     over_real_cann: bool = False,
 ) -> None:
     """Makes `import torch` find an emulated NPU, in this process and in its children. Call it before that import.
@@ -65,11 +66,13 @@ def start(
         between calls for longer than the modelled host needs for a call; 0 counts none of it.
     dry: compute nothing and move no bytes: operations take their modelled time, and memory is only counted.
     dry_value: in a dry run, what item() and copies to the host's own memory give; 0 unless given.
+    dry_routing: in a dry run, whether a mixture of experts that asks the device where its tokens go is refused, or
+        told that each expert has as many as the others: "refused" (unless given) or "uniform".
     over_real_cann: start even though the machine has a CANN of its own.
 
-    For schedule, seed, races, timeline, clock, server, dry and dry_value None means what the variables
-    ASCEND_EMULATOR_SCHEDULE, _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK, _SERVER, _DRY (1 or 0) and _DRY_VALUE say;
-    without these "eager", 0, False, and no more.
+    For schedule, seed, races, timeline, clock, server, dry, dry_value and dry_routing None means what the variables
+    ASCEND_EMULATOR_SCHEDULE, _SEED, _RACES (1 or 0), _TIMELINE, _CLOCK, _SERVER, _DRY (1 or 0), _DRY_VALUE and
+    _DRY_ROUTING say; without these "eager", 0, False, and no more.
     If start is called again before torch is imported, the last call counts.
 
     Raises EmulatorError, and changes nothing, where a value means nothing or the device cannot be started.

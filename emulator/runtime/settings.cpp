@@ -43,7 +43,6 @@ Settings& settings() {
       .races = text("ASCEND_EMULATOR_RACES", "0") == "1",
       .poison = text("ASCEND_EMULATOR_POISON", "1") == "1" && !dry,
       .dry = dry,
-      .dry_value = number("ASCEND_EMULATOR_DRY_VALUE", "0"),
       .model = text("ASCEND_EMULATOR_MODEL", ""),
   };
   return settings;
@@ -51,10 +50,7 @@ Settings& settings() {
 
 }  // namespace emulator
 
-// For the Python package.
-ACL_EXPORT int ascend_emulator_is_dry() { return emulator::settings().dry; }
-ACL_EXPORT double ascend_emulator_dry_value() { return emulator::settings().dry_value; }
-// A rate of 0 means no limit; copies that were started keep the rate they have.
+// For the Python package. A rate of 0 means no limit; copies that were started keep the rate they have.
 ACL_EXPORT void ascend_emulator_set_hbm_bytes(size_t nbytes) { emulator::settings().hbm_bytes = nbytes; }
 ACL_EXPORT void ascend_emulator_set_host_bytes(size_t nbytes) { emulator::settings().host_bytes = nbytes; }
 ACL_EXPORT void ascend_emulator_set_h2d(double bytes_per_s) { emulator::settings().h2d_bytes_per_s = bytes_per_s; }

@@ -24,7 +24,6 @@ struct Settings {
   const bool races;     // whether the race detector watches
   const bool poison;    // whether new and freed memory is filled with a pattern
   const bool dry;       // whether operations only take their modelled time, and memory is only counted
-  const double dry_value;  // what the host is told of the device's numbers then
   const std::string model;  // the figures of the modelled machine, see Model; empty: time is not modelled
 };
 
