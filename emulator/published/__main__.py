@@ -9,7 +9,7 @@ from rich.table import Table
 
 from published.offloads import PUBLISHED, Figures, Published, modelled
 from published.rows import Row, read_rows
-from published.study import Comparison, compare, factor_of, fit, run
+from published.study import Comparison, Result, compare, factor_of, fit, run
 
 
 def main() -> None:
@@ -17,19 +17,27 @@ def main() -> None:
     rows = [row for row in read_rows() if row.chip in (options.chip or row.chip) and options.row in row.name]
     console, written = Console(), []
     for (chip, host_bound), group in groupby(rows, key=lambda row: (row.chip, row.host_bound)):
-        results = []
+        results: list[Result] = []
         for result in run(group):
             console.print(f"{chip}, {result.row.name}: {result.modelled:.2f} ms")
             results.append(result)
         factor = fit(results) * (1.0 if host_bound else factor_of(chip))
         comparisons = compare(results)
-        console.print(_table(f"{'the host of ' if host_bound else ''}{chip}: a factor of {factor:.3f}", comparisons))
-        written.append({"chip": chip, "host_bound": host_bound, "factor": factor} | {"rows": [asdict(each) for each in comparisons]})
+        console.print(
+            _table(f"{'the host of ' if host_bound else ''}{chip}: a factor of {factor:.3f}", comparisons)
+        )
+        written.append(
+            {"chip": chip, "host_bound": host_bound, "factor": factor}
+            | {"rows": [asdict(each) for each in comparisons]}
+        )
     offloads = [(each, modelled(each)) for each in PUBLISHED if not options.chip or each.chip in options.chip]
     console.print(_offload_table(offloads))
     if options.json is not None:
-        result = {"rows": written, "offloads": [asdict(each) | {"modelled": asdict(found)} for each, found in offloads]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = {
+            "rows": written,
+            "offloads": [asdict(each) | {"modelled": asdict(figures)} for each, figures in offloads],
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _parse() -> argparse.Namespace:

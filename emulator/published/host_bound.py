@@ -1,32 +1,59 @@
 """Steps of small kernels, which take as long as the host needs to launch them: --host-cpu measures that.
 
-So these steps are as long as this machine's CPU makes them, times a factor for the published machine's host.
+So they are as long as this machine's CPU makes them, times a factor for the published machine's host. A busy machine's
+CPU is slower by turns, so each step is measured beside a piece of work that is always the same.
 """
 
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
 from ascend_emulator import now
+from torch_npu import npu  # type: ignore[import-untyped]
 
 from published.lora import LORA_SHAPES, LoraModel
 from published.rows import Row
 
-_STEPS = 30
+_SAMPLES = 20
+_LEAST_SECONDS = 0.05  # of a sample
+# What the piece of work takes on a quiet machine. The factor for the host makes up for any other value.
+_PIECE_SECONDS = 5e-3
 
 
 def host_bound_seconds(row: Row) -> float:
-    """The shortest of some steps: the one in which this machine was least disturbed."""
+    """The median step, as long as it would be if the piece of work took what it should."""
     with torch.device("npu"):
         step = _STEPS_OF[row.kind](row)
-    return min(_timed(step) for _ in range(_STEPS))
+    _timed(step, 1)
+    steps = max(1, round(_LEAST_SECONDS / _timed(step, 1)))
+    return _PIECE_SECONDS * statistics.median(_step_over_piece(step, steps) for _ in range(_SAMPLES))
 
 
-def _timed(step: Callable[[], None]) -> float:
-    torch.npu.synchronize()
+def _step_over_piece(step: Callable[[], None], steps: int) -> float:
+    before = _piece()
+    seconds = _timed(step, steps)
+    return 2 * seconds / (before + _piece())
+
+
+def _timed(step: Callable[[], None], steps: int) -> float:
+    """Modelled seconds of one of some steps."""
+    npu.synchronize()
     begin = now()
-    step()
-    torch.npu.synchronize()
-    return now() - begin
+    for _ in range(steps):
+        step()
+        npu.synchronize()
+    return (now() - begin) / steps
+
+
+def _piece() -> float:
+    """CPU seconds of launching small operators on the CPU, forward and backward."""
+    begin = time.thread_time()
+    x = torch.ones(8, requires_grad=True)
+    for _ in range(100):
+        y = x.view(2, 4).transpose(0, 1).mul(2).sum()
+        torch.autograd.grad(y, x)
+    return time.thread_time() - begin
 
 
 def _lora(row: Row) -> Callable[[], None]:
@@ -61,7 +88,7 @@ def _toy(row: Row) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad()
         loss = model(**given).loss
-        torch.npu.synchronize()
+        npu.synchronize()
         loss.backward()
 
     return step
@@ -75,7 +102,7 @@ def _mlp(row: Row) -> Callable[[], None]:
 
     def step() -> None:
         total = model(rows).sum()
-        torch.npu.synchronize()
+        npu.synchronize()
         total.backward()
         model.zero_grad()
         rows.grad = None

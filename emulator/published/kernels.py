@@ -1,25 +1,47 @@
 """Which kernels a framework launches for the parts of a decoder: one class for each way of writing them."""
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
-import torch_npu
+import torch_npu  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
+class Kernels(Protocol):
+    """Of a row. joins_projections: query, key and value are one product, and so are the halves of a gated layer."""
+
+    joins_projections: bool
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [batch, positions, heads, size]; cos and sin: [1, positions, 1, size]."""
+        ...
+
+    def gate(self, halves: tuple[Tensor, ...]) -> Tensor:
+        """halves: both, or one tensor that has them side by side."""
+        ...
+
+    def loss(self, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        """x: [tokens, hidden]; head: [vocabulary, hidden]; targets: [tokens]; the mean cross entropy."""
+        ...
+
+
 class Eager:
     """PyTorch operators one by one, as torchtune writes them: norms and rotations in float32."""
 
-    joins_projections = False  # query, key and value, and the two halves of a gated layer, are products of their own
+    joins_projections = (
+        False  # query, key and value, and the two halves of a gated layer, are products of their own
+    )
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * weight
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [batch, positions, heads, size]; cos and sin: [1, positions, 1, size], of which half is used."""
         first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         cos, sin = (each.chunk(2, -1)[0].float() for each in (cos, sin))
         return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2).type_as(x)
@@ -29,7 +51,6 @@ class Eager:
         return functional.silu(first) * second
 
     def loss(self, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        """x: [tokens, hidden]; the mean cross entropy, of logits in float32."""
         return functional.cross_entropy(functional.linear(x, head).float(), targets)
 
 
@@ -78,7 +99,8 @@ class Megatron(Fused):
     """MindSpeed-LLM on Megatron-Core: fused kernels, but the loss in steps and in float32."""
 
     def loss(self, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-        return _VocabularyLoss.apply(functional.linear(x, head), targets)
+        loss: Tensor = _VocabularyLoss.apply(functional.linear(x, head), targets)
+        return loss
 
 
 class MegatronPlainRotation(Megatron):
@@ -93,7 +115,7 @@ class _VocabularyLoss(torch.autograd.Function):
     """Megatron-Core's cross entropy of a vocabulary that one card has whole: few passes are fused, all are float32."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         wide = logits.float()
         wide -= wide.max(-1, keepdim=True).values
         predicted = wide.gather(-1, targets[:, None])
@@ -104,14 +126,14 @@ class _VocabularyLoss(torch.autograd.Function):
         return (total.log() - predicted).mean()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        softmax, targets = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        softmax, targets = ctx.saved_tensors
         softmax.scatter_add_(-1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=softmax.dtype))
         softmax.mul_(grad / targets.numel())
         return softmax.bfloat16(), None
 
 
-KERNELS = {
+KERNELS: dict[str, type[Kernels]] = {
     "eager": Eager,
     "fused": Fused,
     "chunked": Chunked,

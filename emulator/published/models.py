@@ -1,10 +1,10 @@
 """The decoder that all rows train, made of a row's kernels."""
 
 import torch
-import torch_npu
+import torch_npu  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from published.kernels import Eager, recomputed
+from published.kernels import Kernels, recomputed
 from published.shapes import Shape
 
 
@@ -17,7 +17,14 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, shape: Shape, kernels: Eager, sequence: int, document: int, recompute: bool, layers: int, first: bool,
+        self,
+        shape: Shape,
+        kernels: Kernels,
+        sequence: int,
+        document: int,
+        recompute: bool,
+        layers: int,
+        first: bool,
         last: bool,
     ) -> None:
         super().__init__()
@@ -29,6 +36,8 @@ class Decoder(nn.Module):
         self.norm = Norm(shape, kernels) if last else None
         self.head = nn.Parameter(torch.empty(shape.vocabulary, shape.hidden)) if last else None
         angles = torch.outer(torch.arange(sequence, dtype=torch.float32), torch.ones(shape.head_size))
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", angles.cos()[None, :, None].bfloat16())
         self.register_buffer("sin", angles.sin()[None, :, None].bfloat16())
 
@@ -48,7 +57,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape, kernels: Eager, document: int) -> None:
+    def __init__(self, shape: Shape, kernels: Kernels, document: int) -> None:
         super().__init__()
         self.first_norm, self.second_norm = Norm(shape, kernels), Norm(shape, kernels)
         self.attention = Attention(shape, kernels, document)
@@ -61,7 +70,7 @@ class Block(nn.Module):
 
 
 class Norm(nn.Module):
-    def __init__(self, shape: Shape, kernels: Eager) -> None:
+    def __init__(self, shape: Shape, kernels: Kernels) -> None:
         super().__init__()
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(shape.hidden))
@@ -76,7 +85,7 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal attention by a fused kernel; key heads may be shared."""
 
-    def __init__(self, shape: Shape, kernels: Eager, document: int) -> None:
+    def __init__(self, shape: Shape, kernels: Kernels, document: int) -> None:
         super().__init__()
         self.shape, self.kernels, self.document = shape, kernels, document
         bias = shape.attention_bias or not shape.gated
@@ -93,7 +102,9 @@ class Attention(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, self.shape.head_size)) for part in projected)
         if self.shape.gated:
             query, key = (self.kernels.rotate(each, cos, sin) for each in (query, key))
-        query, key, value = (part.flatten(2).reshape(-1, self.document, part[0, 0].numel()) for part in (query, key, value))
+        query, key, value = (
+            part.flatten(2).reshape(-1, self.document, part[0, 0].numel()) for part in (query, key, value)
+        )
         attended = torch_npu.npu_fusion_attention(
             query, key, value, self.shape.heads, "BSH", atten_mask=self.mask, scale=0.1, sparse_mode=2
         )[0]
@@ -102,11 +113,15 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, shape: Shape, kernels: Eager) -> None:
+    def __init__(self, shape: Shape, kernels: Kernels) -> None:
         super().__init__()
         self.kernels, self.gated = kernels, shape.gated
         joined = kernels.joins_projections
-        widths = ([2 * shape.feed_forward] if joined else [shape.feed_forward] * 2) if shape.gated else [shape.feed_forward]
+        widths = (
+            ([2 * shape.feed_forward] if joined else [shape.feed_forward] * 2)
+            if shape.gated
+            else [shape.feed_forward]
+        )
         self.up = nn.ModuleList(nn.Linear(shape.hidden, width, bias=not shape.gated) for width in widths)
         self.down = nn.Linear(shape.feed_forward, shape.hidden, bias=not shape.gated)
 

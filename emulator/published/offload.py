@@ -15,6 +15,7 @@ import torch
 from ascend_emulator import now
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch_npu import npu  # type: ignore[import-untyped]
 
 from published.kernels import Fused
 from published.models import Block, Decoder
@@ -27,7 +28,7 @@ class Sent:
     def __init__(self, host: Tensor, device: torch.device) -> None:
         self.host, self.device = host, device
         self.back: Tensor | None = None
-        self.returned = torch.npu.Event()
+        self.returned = npu.Event()
         self.taken = False
 
 
@@ -38,7 +39,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._down, self._up = torch.npu.Stream(), torch.npu.Stream()
+        self._down, self._up = npu.Stream(), npu.Stream()
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._held: list[Tensor] = []
 
@@ -46,14 +47,14 @@ class Copies:
         """Behind what is on the current stream now."""
         buffers = self._free.setdefault((tensor.shape, tensor.dtype), [])
         host = buffers.pop() if buffers else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._down.wait_stream(torch.npu.current_stream())
-        with torch.npu.stream(self._down):
+        self._down.wait_stream(npu.current_stream())
+        with npu.stream(self._down):
             host.copy_(tensor, non_blocking=True)
         self._held.append(tensor)
         return Sent(host, tensor.device)
 
     def settle(self) -> None:
-        torch.npu.current_stream().wait_stream(self._down)
+        npu.current_stream().wait_stream(self._down)
         self._held.clear()
 
     def fetch(self, sent: Sent) -> None:
@@ -61,8 +62,8 @@ class Copies:
         if sent.back is not None:
             return
         sent.back = torch.empty_like(sent.host, device=sent.device)
-        self._up.wait_stream(torch.npu.current_stream())
-        with torch.npu.stream(self._up):
+        self._up.wait_stream(npu.current_stream())
+        with npu.stream(self._up):
             sent.back.copy_(sent.host, non_blocking=True)
         sent.returned.record(self._up)
 
@@ -70,7 +71,7 @@ class Copies:
         """The tensor, behind its copy on the current stream."""
         self.fetch(sent)
         assert sent.back is not None
-        torch.npu.current_stream().wait_event(sent.returned)
+        npu.current_stream().wait_event(sent.returned)
         if not sent.taken:
             self._free[sent.host.shape, sent.host.dtype].append(sent.host)
         sent.taken = True
@@ -86,7 +87,7 @@ class MegatronInputs:
         for block in model.modules():
             if isinstance(block, Block):
                 project = block.attention.qkv[0]
-                project.forward = self._offloading(project, project.forward)  # type: ignore[method-assign]
+                project.forward = self._offloading(project, project.forward)
 
     def _offloading(self, project: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def offloading(x: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ class MicroBatches:
 
         def pack(saved: Tensor) -> Any:
             storage = saved.untyped_storage()
-            if storage.data_ptr() in self._stay or not saved.is_npu:
+            if storage.data_ptr() in self._stay or saved.device.type != "npu":
                 return saved
             if storage.data_ptr() not in of_storage:
                 held.append(saved)
@@ -162,13 +163,13 @@ class Step:
 
     def timed(self) -> dict[str, float]:
         self._run()
-        torch.npu.reset_peak_memory_stats()
-        torch.npu.synchronize()
+        npu.reset_peak_memory_stats()
+        npu.synchronize()
         begin = now()
         self._run()
-        torch.npu.synchronize()
+        npu.synchronize()
         milliseconds = 1e3 * (now() - begin)
-        gigabytes = torch.npu.max_memory_allocated() / 1e9
+        gigabytes = npu.max_memory_allocated() / 1e9
         return {"milliseconds": milliseconds, "gigabytes": gigabytes, "bubble": self._bubble()}
 
     def _bubble(self) -> float:
@@ -250,7 +251,7 @@ class Pipeline(Step):
         begin = now()
         self._forward(0, 0)
         self._backward(0, 0)
-        torch.npu.synchronize()
+        npu.synchronize()
         return 1e3 * (self._RANKS - 1) * (now() - begin)
 
 

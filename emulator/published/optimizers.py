@@ -3,10 +3,21 @@
 A card of `cards` keeps the states of its share. The traffic between cards is in traffic.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class Optimizer(Protocol):
+    """cards: how many share the states."""
+
+    def __init__(self, model: nn.Module, cards: int) -> None: ...
+
+    def step(self) -> None:
+        """Updates the model with what its backward passes left, and forgets that."""
+        ...
 
 
 class Plain:
@@ -23,13 +34,14 @@ class Plain:
 class Shares:
     """AdamW on float32 weights and states, of which a card keeps its share; gradients add up in bfloat16 (ZeRO-1)."""
 
-    clips = True
-
     def __init__(self, model: nn.Module, cards: int) -> None:
         self._parameters = list(model.parameters())
         self._cards = cards
         self._shares = [self._empty_share(each) for each in self._parameters]
-        self._adamw = torch.optim.AdamW(self._shares, fused=True)
+        self._adamw = self._make_adamw(self._shares)
+
+    def _make_adamw(self, shares: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(shares, fused=True)
 
     def _empty_share(self, parameter: Tensor) -> Tensor:
         return torch.zeros(-(-parameter.numel() // self._cards), dtype=torch.float32, device=parameter.device)
@@ -60,12 +72,14 @@ class Fsdp(Shares):
 
     def __init__(self, model: nn.Module, cards: int) -> None:
         super().__init__(model, cards)
-        self._adamw = torch.optim.AdamW(self._shares, foreach=True)
         self._sums = [torch.zeros_like(share) for share in self._shares]
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             parameter.register_post_accumulate_grad_hook(self._reduce_into(total))
 
-    def _reduce_into(self, total: Tensor):  # type: ignore[no-untyped-def]
+    def _make_adamw(self, shares: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(shares, foreach=True)
+
+    def _reduce_into(self, total: Tensor) -> Callable[[Tensor], None]:
         def reduce(parameter: Tensor) -> None:
             assert parameter.grad is not None
             flat = parameter.grad.flatten().clone()
@@ -91,7 +105,7 @@ class DistributedOptimizer(Shares):
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             parameter.register_post_accumulate_grad_hook(self._add_to(total))
 
-    def _add_to(self, total: Tensor):  # type: ignore[no-untyped-def]
+    def _add_to(self, total: Tensor) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
             total.add_(parameter.grad)
@@ -107,4 +121,9 @@ class DistributedOptimizer(Shares):
         torch._foreach_zero_(self._sums)
 
 
-OPTIMIZERS = {"plain": Plain, "shares": Shares, "fsdp": Fsdp, "megatron": DistributedOptimizer}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "plain": Plain,
+    "shares": Shares,
+    "fsdp": Fsdp,
+    "megatron": DistributedOptimizer,
+}

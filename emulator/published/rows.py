@@ -1,8 +1,9 @@
 """The published steps: rows.toml, read and checked."""
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+import tomllib
 
 _FILE = Path(__file__).with_name("rows.toml")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from ascend_emulator import now
+from torch_npu import npu  # type: ignore[import-untyped]
 
 from published import traffic
 from published.host_bound import host_bound_seconds
@@ -78,7 +79,7 @@ class Stage:
     def _timed(self, work: Callable[[], None]) -> float:
         begin = now()
         work()
-        torch.npu.synchronize()
+        npu.synchronize()
         return now() - begin
 
 

@@ -5,13 +5,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import tomllib
 from ascend_emulator import machines
+
 from published.children import environment
 from published.rows import Row
 
@@ -100,5 +101,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     for each in results:
         held_out = fit(other for other in results if other is not each)
         ratio = each.row.milliseconds / each.modelled
-        comparisons.append(Comparison(each.row, each.modelled * held_out, ratio * set_already - 1, ratio / held_out - 1))
+        comparisons.append(
+            Comparison(each.row, each.modelled * held_out, ratio * set_already - 1, ratio / held_out - 1)
+        )
     return comparisons
