@@ -33,7 +33,7 @@ def main() -> None:
     offloads = [(each, modelled(each)) for each in PUBLISHED if not options.chip or each.chip in options.chip]
     console.print(_offload_table(offloads))
     if options.json is not None:
-        result = {
+        found = {
             "rows": written,
             "offloads": [asdict(each) | {"modelled": asdict(figures)} for each, figures in offloads],
         }

@@ -1,7 +1,7 @@
 """Steps of small kernels, which take as long as the host needs to launch them: --host-cpu measures that.
 
-So they are as long as this machine's CPU makes them, times a factor for the published machine's host. A busy machine's
-CPU is slower by turns, so each step is measured beside a piece of work that is always the same.
+So they are as long as this machine's CPU makes them, times a factor for the published machine's host. A busy
+machine's CPU is slower by turns, so each step is measured beside a piece of work that is always the same.
 """
 
 import statistics

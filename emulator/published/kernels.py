@@ -112,7 +112,7 @@ class MegatronPlainRotation(Megatron):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Megatron-Core's cross entropy of a vocabulary that one card has whole: few passes are fused, all are float32."""
+    """Megatron-Core's cross entropy of a vocabulary that one card has whole: pass by pass, in float32."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Fine-tuning by LoRA as Lit-GPT did it in October 2023: small kernels, which wait for the host.
 
-Only what launches kernels is rebuilt: low rank updates of queries and values, norms and rotations operator by operator,
-the loss in chunks of 128 tokens, AdamW each 128th iteration (not in the time of one).
+Only what launches kernels is rebuilt: low rank updates of queries and values, norms and rotations operator by
+operator, the loss in chunks of 128 tokens. AdamW, each 128th iteration, is not in the time of one.
 """
 
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ class Attention(nn.Module):
 class UpdatedProjection(nn.Module):
     """Query, key and value of each token, of which queries and values have an update of low rank.
 
-    The positions of the updated columns are a list, of which each call makes a tensor: the host waits for that copy.
+    The updated columns are a list, of which each call makes a tensor: the host waits for that copy.
     """
 
     def __init__(self, shape: LoraShape) -> None:

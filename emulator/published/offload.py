@@ -35,7 +35,7 @@ class Sent:
 class Copies:
     """Copies on a stream for each direction, to pinned buffers that are used again.
 
-    What is sent lives until settle(): computing then waits for the copies, so its memory is free for what comes next.
+    What is sent lives until settle(): computing then waits for the copies, so its memory is free for the next.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class MegatronInputs:
 class MicroBatches:
     """Sends all that a micro batch's forward pass saves, and fetches all of it as its backward pass begins.
 
-    Computing waits for what was sent before it sends more, so one micro batch's activations are on their way at most.
+    Computing waits for what was sent before more is, so one micro batch's activations are on their way at most.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -203,8 +203,9 @@ class Megatron(Step):
 class Pipeline(Step):
     """The first of four ranks with two stages each, interleaved: 16 micro batches of 16 x 256 tokens.
 
-    Assumed: float32, which the throughput fits, and stages of eight layers of GPT's kind, width 1536, which have the
-    469.5M parameters of the thread. The other ranks add the bubble, three times a stage's forward and backward pass.
+    Assumed: float32, which the throughput fits, and stages of eight layers of GPT's kind, width 1536, which have
+    the 469.5M parameters of the thread but for an embedding. The other ranks add the bubble: three times a stage's
+    forward and backward pass.
     """
 
     _RANKS, _STAGES, _MICRO_BATCHES = 4, 2, 16

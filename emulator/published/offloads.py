@@ -30,8 +30,8 @@ class Published:
     figures: Figures
 
 
-# The second one's throughput is 44.2 and 29.2 samples a second, and its steps have 256. Neither thread names the chip;
-# the first one's is assumed, and the second one's follows from that throughput.
+# The second one's throughput is 44.2 and 29.2 samples a second, and its steps have 256. Neither thread names the
+# chip; the first one's is assumed, and the second one's follows from that throughput.
 PUBLISHED = [
     Published(
         "Megatron, inputs of query, key and value",

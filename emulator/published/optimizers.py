@@ -32,7 +32,7 @@ class Plain:
 
 
 class Shares:
-    """AdamW on float32 weights and states, of which a card keeps its share; gradients add up in bfloat16 (ZeRO-1)."""
+    """AdamW on float32 weights and states, of which a card keeps its share; gradients are bfloat16 (ZeRO-1)."""
 
     def __init__(self, model: nn.Module, cards: int) -> None:
         self._parameters = list(model.parameters())

@@ -1,9 +1,14 @@
 """The published steps: rows.toml, read and checked."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomllib
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 
 _FILE = Path(__file__).with_name("rows.toml")
 

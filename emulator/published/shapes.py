@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. gated: SwiGLU, RMSNorm and rotary positions, as Llama has; else GELU, LayerNorm and learned ones."""
+    """A decoder. gated: SwiGLU, RMSNorm and rotary positions as in Llama; else GELU, LayerNorm and learned ones."""
 
     layers: int
     hidden: int

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import tomllib
 from ascend_emulator import machines
 
 from published.children import environment
@@ -54,7 +53,8 @@ def _chip_file(chip: str, attention: float) -> str:
     """The chip's file, with another kernel for attention."""
     text = (Path(machines.__file__).parent / "chips" / f"{chip}.toml").read_text()
     line = next(line for line in text.splitlines() if line.startswith("attention_shares"))
-    shares = [[size, share * attention] for size, share in tomllib.loads(line)["attention_shares"]]
+    rows = [row.split(":") for row in _figure(chip, "matrix.attention_shares").split(",")]
+    shares = [[float(size), float(share) * attention] for size, share in rows]
     return text.replace(line, f"attention_shares = {shares}")
 
 
@@ -80,7 +80,11 @@ def _run(chip_file: str, rows: Sequence[Row]) -> Iterator[Result]:
 
 def factor_of(chip: str) -> float:
     """The step factor in the chip's file."""
-    return float(dict(each.split("=", 1) for each in machines.figures(chip, None).split(";"))["step.factor"])
+    return float(_figure(chip, "step.factor"))
+
+
+def _figure(chip: str, name: str) -> str:
+    return dict(each.split("=", 1) for each in machines.figures(chip, None).split(";"))[name]
 
 
 def fit(results: Iterable[Result]) -> float:
@@ -89,17 +93,13 @@ def fit(results: Iterable[Result]) -> float:
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
-    """Of the rows that one factor is for: each with what fits all others, and the last column without any factor.
-
-    Raises ValueError for fewer than two.
-    """
-    if len(results) < 2:
-        raise ValueError("a row is held out of the fit, so it takes two")
+    """Of the rows that one factor is for: each with what fits all others; with the file's where there are none."""
     first = results[0].row
     set_already = 1.0 if first.host_bound else factor_of(first.chip)
     comparisons = []
     for each in results:
-        held_out = fit(other for other in results if other is not each)
+        others = [other for other in results if other is not each]
+        held_out = fit(others) if others else 1.0
         ratio = each.row.milliseconds / each.modelled
         comparisons.append(
             Comparison(each.row, each.modelled * held_out, ratio * set_already - 1, ratio / held_out - 1)

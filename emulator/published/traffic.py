@@ -17,10 +17,9 @@ class Links:
     pair: float
 
 
-# NVIDIA/nccl-tests #149 and NVIDIA/nccl #1455. A pair of 910B: 26.2 GB/s measured (public notes on one server); the ring
-# of eight is assumed, three quarters of seven such links.
+# NVIDIA/nccl-tests #149 and NVIDIA/nccl #1455. A pair of 910B: 26.2 GB/s measured (public notes on one server); the
+# ring of eight is assumed, three quarters of seven such links.
 LINKS = {"a100": Links(230e9, 230e9), "h100": Links(370e9, 370e9), "910b2": Links(137e9, 26.2e9)}
-LINKS["910b3"] = LINKS["910b2"]
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Seconds:
 def step_seconds(row: Row, shape: Shape, last: Seconds, others: Seconds | None) -> float:
     """Of a whole step. last: the stage with the loss, which is the slowest; others: each one before it.
 
-    - FSDP gathers weights twice (2 bytes each) and scatters gradients (4 bytes, float32) in each micro batch, behind
-      what is computed: only what is longer than that counts.
-    - A sharded optimizer scatters float32 gradients (Megatron) or bfloat16 ones, and gathers bfloat16 weights, once a
-      step. The first is hidden if the row overlaps it; the second is not.
-    - A pipeline is filled and drained by one micro batch of the stages before the last (the bubble), and the last one
-      waits for one activation and one gradient of each micro batch.
+    - FSDP gathers weights twice (2 bytes each) and scatters gradients (4 bytes, float32) in each micro batch,
+      behind what is computed: only what is longer than that counts.
+    - A sharded optimizer scatters float32 gradients (Megatron) or bfloat16 ones, and gathers bfloat16 weights,
+      once a step. The first is hidden if the row overlaps it; the second is not.
+    - A pipeline is filled and drained by one micro batch of the stages before the last (the bubble), and the last
+      one waits for one activation and one gradient of each micro batch.
     """
-    links, share = LINKS[row.chip], (row.cards - 1) / row.cards
+    links, share = LINKS[row.chip], 1 - row.pipeline / row.cards
     weights = parameters(row, shape)
     seconds = last.micro_batches + last.update
     if row.optimizer == "fsdp":
