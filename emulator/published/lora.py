@@ -76,7 +76,8 @@ class Block(nn.Module):
         attended = self.attention(normed, cos, sin)
         if self.llama:
             x = attended + x
-            return self._feed_forward(self.norms[1](x)) + x
+            gated: Tensor = self._feed_forward(self.norms[1](x)) + x
+            return gated
         normed = self.norms[-1](x) if len(self.norms) > 1 else normed
         return self._feed_forward(normed) + attended + x
 
@@ -127,7 +128,8 @@ class UpdatedProjection(nn.Module):
         plain = self.linear(x)
         narrow = functional.linear(self.dropout(x), self.lora_a).transpose(-2, -1)
         wide = functional.conv1d(narrow, self.lora_b.unsqueeze(-1), groups=2).transpose(-2, -1)
-        return plain + self._spread(wide) * 2.0
+        updated: Tensor = plain + self._spread(wide) * 2.0
+        return updated
 
     def _spread(self, wide: Tensor) -> Tensor:
         wide = wide.transpose(0, 1)

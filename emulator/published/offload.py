@@ -8,7 +8,7 @@ Prints as JSON the milliseconds of a step and the peak of the device's memory in
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -236,7 +236,10 @@ class Pipeline(Step):
         return stage, turns * self._RANKS + turn % self._RANKS
 
     def _forward(self, stage: int, micro_batch: int) -> None:
-        with self._offload.forward() if self._offload else nullcontext([]) as sent:
+        offloading: AbstractContextManager[list[Sent]] = nullcontext([])
+        if self._offload:
+            offloading = self._offload.forward()
+        with offloading as sent:
             x = self._input
             for block in self._stages[stage]:
                 x = block(x, x, x)
