@@ -23,9 +23,10 @@ def main() -> None:
             results.append(result)
         factor = fit(results) * (1.0 if host_bound else factor_of(chip))
         comparisons = compare(results)
-        console.print(
-            _table(f"{'the host of ' if host_bound else ''}{chip}: a factor of {factor:.3f}", comparisons)
-        )
+        title = f"{'the host of ' if host_bound else ''}{chip}: a factor of {factor:.3f}"
+        for fitted, of_these in ((True, title), (False, f"{title} made without these")):
+            if some := [each for each in comparisons if each.row.fitted == fitted]:
+                console.print(_table(of_these, some))
         written.append(
             {"chip": chip, "host_bound": host_bound, "factor": factor}
             | {"rows": [asdict(each) for each in comparisons]}

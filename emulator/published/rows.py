@@ -18,6 +18,7 @@ class Row:
     """One published step, and what must be known to do it again.
 
     attention: the rate of the attention kernel that was used over that in the chip's file.
+    fitted: whether the chip's factor is made from it, too; else it only says how good that is.
     milliseconds: of one step, as published or as follows from the published tokens per second and card.
     """
 
@@ -38,6 +39,7 @@ class Row:
     recompute: bool = False
     attention: float = 1
     overlaps: bool = True
+    fitted: bool = True
 
     @property
     def host_bound(self) -> bool:

@@ -88,8 +88,9 @@ def _figure(chip: str, name: str) -> str:
 
 
 def fit(results: Iterable[Result]) -> float:
-    """By how much steps took longer than modelled, as a geometric mean."""
-    return math.exp(statistics.fmean(math.log(each.row.milliseconds / each.modelled) for each in results))
+    """By how much steps took longer than modelled, as a geometric mean of the rows that are for that; or 1."""
+    logs = [math.log(each.row.milliseconds / each.modelled) for each in results if each.row.fitted]
+    return math.exp(statistics.fmean(logs)) if logs else 1.0
 
 
 def compare(results: Sequence[Result]) -> list[Comparison]:
@@ -98,8 +99,7 @@ def compare(results: Sequence[Result]) -> list[Comparison]:
     set_already = 1.0 if first.host_bound else factor_of(first.chip)
     comparisons = []
     for each in results:
-        others = [other for other in results if other is not each]
-        held_out = fit(others) if others else 1.0
+        held_out = fit(other for other in results if other is not each)
         ratio = each.row.milliseconds / each.modelled
         comparisons.append(
             Comparison(each.row, each.modelled * held_out, ratio * set_already - 1, ratio / held_out - 1)
