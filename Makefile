@@ -12,7 +12,8 @@ DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_p
                   test_recorded_allocations.py emulator/test_library_models.py)
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
 # has it.
-ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py link.py) \
+ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py \
+          link.py profilers.py) \
         $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
           distributed_checkpoints.py failures.py trials.py)

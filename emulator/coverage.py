@@ -2,12 +2,13 @@
 
     python -m ascend_emulator emulator/coverage.py [--write]
 
-It trains what tests/emulator/training_set.py names. Without --write the table is printed.
+It trains what tests/emulator/training_set.py and library_models.py name. Without --write the table is printed.
 """
 
 import argparse
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,18 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.emulator import library_models
 from tests.emulator.training_set import TRAINING_SET
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- coverage.py -->\n", "<!-- end of coverage.py -->\n"
+
+
+# What is trained on a device, by the table's rows.
+ROWS: dict[str, Callable[[str], Any]] = TRAINING_SET | {
+    f"{name} of {kind.library}": partial(library_models.train, name, dropout=0.1)
+    for name, kind in library_models.LIBRARY_MODELS.items()
+}
 
 
 def name_of(operator: OpOverload) -> str:
@@ -90,7 +99,7 @@ def table() -> str:
     """In Markdown. A row names only what no row above it does."""
     lines = ["| what trains | natively, asynchronously | on the CPU, the caller waits |", "|---|---|---|"]
     named: set[str] = set()
-    for title, run in TRAINING_SET.items():
+    for title, run in ROWS.items():
         native, on_cpu = operators_of(run)
         cells = (", ".join(sorted(names - named)) or "none" for names in (native, on_cpu))
         lines.append(f"| {title} | {' | '.join(cells)} |")

@@ -64,8 +64,15 @@ _ATEN = {
         ne.Tensor ne.Tensor_out ne_.Scalar ne_.Tensor
     """,
     "activations": """
-        relu relu_ sigmoid_backward sigmoid_backward.grad_input silu silu.out silu_ silu_backward
-        silu_backward.grad_input tanh_backward tanh_backward.grad_input threshold threshold.out
+        elu elu.out elu_ elu_backward elu_backward.grad_input glu glu.out glu_backward
+        glu_backward.grad_input hardsigmoid hardsigmoid.out hardsigmoid_ hardsigmoid_backward hardswish
+        hardswish.out hardswish_ hardswish_backward hardtanh hardtanh.out hardtanh_ hardtanh_backward
+        hardtanh_backward.grad_input leaky_relu leaky_relu.out leaky_relu_ leaky_relu_backward
+        leaky_relu_backward.grad_input log_sigmoid log_sigmoid.out log_sigmoid_backward
+        log_sigmoid_backward.grad_input log_sigmoid_forward log_sigmoid_forward.output mish mish.out mish_
+        mish_backward relu relu_ sigmoid_backward sigmoid_backward.grad_input silu silu.out silu_
+        silu_backward silu_backward.grad_input softplus softplus.out
+        softplus_backward.grad_input tanh_backward tanh_backward.grad_input threshold threshold.out
         threshold_ threshold_backward
     """,
     "matrix products": """
@@ -85,7 +92,8 @@ _ATEN = {
         all all.all_out all.dim all.out amax amax.out amin amin.out any any.all_out any.dim any.out
         argmax.out argmin argmin.out histc histc.out linalg_vector_norm linalg_vector_norm.out
         logsumexp logsumexp.out max max.dim max.dim_max max.out mean mean.dim mean.out min min.dim
-        min.dim_min min.out sum sum.IntList_out sum.dim_IntList
+        min.dim_min min.out std.correction std.correction_out sum sum.IntList_out sum.dim_IntList
+        var.correction var.correction_out var_mean.correction
     """,
     "softmax, norms, losses, attention": """
         _fused_sdp_choice _log_softmax _log_softmax.out _log_softmax_backward_data
@@ -94,8 +102,8 @@ _ATEN = {
         mse_loss.out mse_loss_backward mse_loss_backward.grad_input native_batch_norm
         native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm
         native_layer_norm_backward nll_loss_backward nll_loss_backward.grad_input nll_loss_forward
-        nll_loss_forward.output
-        scaled_dot_product_attention softmax.int
+        nll_loss_forward.output scaled_dot_product_attention smooth_l1_loss smooth_l1_loss.out
+        smooth_l1_loss_backward smooth_l1_loss_backward.grad_input softmax.int
     """,
     "indexing and order": """
         _index_put_impl_ cumsum cumsum.out embedding embedding_dense_backward gather gather.out

@@ -29,7 +29,7 @@ class Access:
         operator on pinned memory ("aten::sum"), or a declared use.
     stream: its number in the runtime; None for the host.
     stack: where the program issued it, innermost call last. Empty on threads that run no Python, such as
-        backward's.
+        backward's, and of a free.
     time: when it was issued, in seconds on the clock of now(); None where time is not modelled.
     """
 
@@ -57,7 +57,7 @@ class Race:
     """Two uses of the same bytes that nothing orders, one of which changes them.
 
     freed: how torch's allocator took the memory back between the two, which are then uses of two tensors. Its
-        stream is the one that the memory belongs to. Few have a stack: torch lets go of Python's lock before.
+        stream is the one that the memory belongs to.
     count: how often the two places in the program came together so.
     """
 

@@ -152,7 +152,7 @@ def _check_torch_npu() -> None:
 
 def _libraries() -> list[Path]:
     """The runtime's, to be loaded by their full paths: torch_npu, which asks by bare name, is then given these."""
-    names = ("ascendcl", "hccl", "ge_runner", "graph", "acl_tdt_channel", "acl_op_compiler")
+    names = ("ascendcl", "hccl", "ge_runner", "graph", "acl_tdt_channel", "acl_op_compiler", "mspti", "ascend_hal")
     libraries = [LIBRARIES / f"lib{name}.so" for name in names]
     for path in (*libraries, KERNELS, WATCH):
         if not path.exists():

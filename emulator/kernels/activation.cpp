@@ -14,8 +14,46 @@ ACLNN(aclnnThresholdBackward, (In grad, In self, Number threshold, Out out),
 
 ACLNN(aclnnSilu, (In self, Out out), at::silu_out(out, self))
 ACLNN(aclnnSiluBackward, (In grad, In self, Out out), at::silu_backward_out(out, grad, self))
+ACLNN(aclnnSoftplus, (In self, Number beta, Number threshold, Out out), at::softplus_out(out, self, beta, threshold))
+ACLNN(aclnnSoftplusBackward, (In grad, In self, Number beta, Number threshold, Out out),
+      at::softplus_backward_out(out, grad, self, beta, threshold))
 ACLNN(aclnnTanhBackward, (In grad, In output, Out out), at::tanh_backward_out(out, grad, output))
 ACLNN(aclnnSigmoidBackward, (In grad, In output, Out out), at::sigmoid_backward_out(out, grad, output))
+
+ACLNN(aclnnHardswish, (In self, Out out), at::hardswish_out(out, self))
+ACLNN(aclnnInplaceHardswish, (Update self), at::hardswish_(self))
+ACLNN(aclnnHardswishBackward, (In grad, In self, Out out), out.copy_(at::hardswish_backward(grad, self)))
+ACLNN(aclnnHardswishBackwardV2, (In grad, In self, Out out), out.copy_(at::hardswish_backward(grad, self)))
+ACLNN(aclnnHardsigmoid, (In self, Out out), at::hardsigmoid_out(out, self))
+ACLNN(aclnnInplaceHardsigmoid, (Update self), at::hardsigmoid_(self))
+ACLNN(aclnnHardsigmoidBackward, (In grad, In self, Out out), at::hardsigmoid_backward_out(out, grad, self))
+ACLNN(aclnnHardtanh, (In self, Number low, Number high, Out out), at::hardtanh_out(out, self, low, high))
+ACLNN(aclnnInplaceHardtanh, (Update self, Number low, Number high), at::hardtanh_(self, low, high))
+ACLNN(aclnnHardtanhBackward, (In grad, In self, Number low, Number high, Out out),
+      at::hardtanh_backward_out(out, grad, self, low, high))
+
+ACLNN(aclnnLeakyRelu, (In self, Number slope, Out out), at::leaky_relu_out(out, self, slope))
+ACLNN(aclnnInplaceLeakyRelu, (Update self, Number slope), at::leaky_relu_(self, slope))
+ACLNN(aclnnLeakyReluBackward, (In grad, In self, Number slope, bool self_is_result, Out out),
+      at::leaky_relu_backward_out(out, grad, self, slope, self_is_result))
+ACLNN(aclnnElu, (In self, Number alpha, Number scale, Number input_scale, Out out),
+      at::elu_out(out, self, alpha, scale, input_scale))
+ACLNN(aclnnInplaceElu, (Update self, Number alpha, Number scale, Number input_scale),
+      at::elu_(self, alpha, scale, input_scale))
+ACLNN(aclnnEluBackward,
+      (In grad, Number alpha, Number scale, Number input_scale, bool is_result, In self_or_result, Out out),
+      at::elu_backward_out(out, grad, alpha, scale, input_scale, is_result, self_or_result))
+ACLNN(aclnnMish, (In self, Out out), at::mish_out(out, self))
+ACLNN(aclnnInplaceMish, (Update self), at::mish_(self))
+ACLNN(aclnnMishBackward, (In grad, In self, Out out), out.copy_(at::mish_backward(grad, self)))
+
+// CANN keeps nothing for the backward pass, where the CPU keeps a tensor of intermediate results.
+ACLNN(aclnnLogSigmoid, (In self, Out out), out.copy_(at::log_sigmoid(self)))
+ACLNN(aclnnLogSigmoidForward, (In self, Out out, Out), out.copy_(at::log_sigmoid(self)))
+ACLNN(aclnnLogSigmoidBackward, (In grad, In self, In, Out out),
+      out.copy_(at::log_sigmoid_backward(grad, self, std::get<1>(at::log_sigmoid_forward(self)))))
+ACLNN(aclnnGlu, (In self, int64_t dim, Out out), at::glu_out(out, self, dim))
+ACLNN(aclnnGluBackward, (In grad, In self, int64_t dim, Out out), at::glu_backward_out(out, grad, self, dim))
 
 ACLNN(aclnnGelu, (In self, Out out), at::gelu_out(out, self))
 ACLNN(aclnnGeluBackward, (In grad, In self, Out out), at::gelu_backward_out(out, grad, self))

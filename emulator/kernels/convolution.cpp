@@ -1,6 +1,6 @@
 // Convolutions in one to three dimensions, also transposed ones. The int8_t, by which CANN may trade precision
 // for speed, is ignored.
-#include "optional.h"
+#include "kernel.h"
 
 using namespace emulator;
 
@@ -11,9 +11,10 @@ static void convolution_backward(In grad, In input, In weight, Integers bias_siz
   auto [for_input, for_weight, for_bias] = at::convolution_backward(
       grad, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
       {wanted[0], wanted[1], wanted[2]});
-  copy_if_wanted(grad_input, for_input);
-  copy_if_wanted(grad_weight, for_weight);
-  copy_if_wanted(grad_bias, for_bias);
+  // The CPU may give a gradient that is not wanted, in a shape of its own.
+  if (wanted[0]) grad_input.copy_(for_input);
+  if (wanted[1]) grad_weight.copy_(for_weight);
+  if (wanted[2]) grad_bias.copy_(for_bias);
 }
 
 ACLNN_OF(aclnnConvolution,

@@ -19,9 +19,9 @@ ACLNN(aclnnEmbeddingDenseBackward,
       (In grad, In indices, int64_t rows, int64_t padding_index, bool scale_by_frequency, Out out),
       out.copy_(at::embedding_dense_backward(grad, indices, rows, padding_index, scale_by_frequency)))
 
-ACLNN_OF(aclnnIndexSelect, (In self, int64_t dim, In index, Out out), picking(index, out),
+ACLNN_OF(aclnnIndexSelect, (In self, int64_t dim, Index index, Out out), picking(index, out),
          out.copy_(at::index_select(self, dim, index)))
-ACLNN_OF(aclnnGather, (In self, int64_t dim, In index, Out out), picking(index, out),
+ACLNN_OF(aclnnGather, (In self, int64_t dim, Index index, Out out), picking(index, out),
          out.copy_(at::gather(self, dim, index)))
 
 // Where the result is not the tensor itself, that is copied as well.
@@ -36,13 +36,13 @@ static at::Tensor scatter(In self, int64_t dim, In index, In source, int64_t red
   return at::scatter(self, dim, index, source, reduction == 1 ? "add" : "multiply");
 }
 
-ACLNN_OF(aclnnScatter, (In self, int64_t dim, In index, In source, int64_t reduction, Out out),
+ACLNN_OF(aclnnScatter, (In self, int64_t dim, Index index, In source, int64_t reduction, Out out),
          scattering(self, index, source, out), out.copy_(scatter(self, dim, index, source, reduction)))
-ACLNN_OF(aclnnInplaceScatter, (Out self, int64_t dim, In index, In source, int64_t reduction), adding(index, source),
+ACLNN_OF(aclnnInplaceScatter, (Out self, int64_t dim, Index index, In source, int64_t reduction), adding(index, source),
          self.copy_(scatter(self, dim, index, source, reduction)))
-ACLNN_OF(aclnnScatterAdd, (In self, int64_t dim, In index, In source, Out out),
+ACLNN_OF(aclnnScatterAdd, (In self, int64_t dim, Index index, In source, Out out),
          scattering(self, index, source, out), out.copy_(at::scatter_add(self, dim, index, source)))
-ACLNN_OF(aclnnIndexAdd, (In self, int64_t dim, In index, In source, Number alpha, Out out),
+ACLNN_OF(aclnnIndexAdd, (In self, int64_t dim, Index index, In source, Number alpha, Out out),
          scattering(self, index, source, out), out.copy_(at::index_add(self, dim, index, source, alpha)))
 
 // torch_npu passes an empty tensor for a dimension that is not indexed.

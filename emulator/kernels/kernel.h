@@ -7,6 +7,7 @@
 // what the kernel may do with it:
 //
 //   In, Out              a tensor that is read; one that is written
+//   Index                one that is read, and must be of int32 or int64: else the call is refused, as by CANN
 //   Update               one that is read and written, in place
 //   Ins, Outs, Updates   the same for lists of tensors
 //   Number, MaybeNumber  a scalar; one that may be absent
@@ -31,6 +32,7 @@ struct aclOpExecutor {
 namespace emulator {
 
 using In = const at::Tensor&;
+using Index = const at::Tensor&&;
 using Out = at::Tensor&;
 using Update = at::Tensor&&;
 using Ins = const std::vector<at::Tensor>&;
@@ -54,6 +56,11 @@ template <>
 struct Argument<In> {
   using Acl = const aclTensor*;
   static at::Tensor copy(Acl argument) { return tensor(argument); }
+};
+
+template <>
+struct Argument<Index> : Argument<In> {
+  static at::Tensor copy(Acl argument) { return index(argument); }
 };
 
 template <>

@@ -25,6 +25,11 @@ ACLNN(aclnnMseLoss, (In self, In target, int64_t reduction, Out out),
 ACLNN(aclnnMseLossBackward, (In grad, In self, In target, int64_t reduction, Out out),
       out.copy_(at::mse_loss_backward(grad, self, target, reduction)))
 
+ACLNN(aclnnSmoothL1Loss, (In self, In target, int64_t reduction, float beta, Out out),
+      out.copy_(at::smooth_l1_loss(self, target, reduction, beta)))
+ACLNN(aclnnSmoothL1LossBackward, (In grad, In self, In target, int64_t reduction, float beta, Out out),
+      out.copy_(at::smooth_l1_loss_backward(grad, self, target, reduction, beta)))
+
 static int64_t reduction_by(Text name) {
   if (name == "none") return at::Reduction::None;
   return name == "mean" ? at::Reduction::Mean : at::Reduction::Sum;

@@ -16,8 +16,6 @@ ACLNN(aclnnReduceSum, (In self, Integers dims, bool keepdim, aclDataType, Out ou
       at::sum_out(out, self, dims, keepdim, out.scalar_type()))
 ACLNN(aclnnMean, (In self, Integers dims, bool keepdim, aclDataType, Out out),
       at::mean_out(out, self, dims, keepdim, out.scalar_type()))
-ACLNN(aclnnVarCorrection, (In self, Integers dims, int64_t correction, bool keepdim, Out out),
-      at::var_out(out, self, all_if_none(dims, self), correction, keepdim))
 ACLNN(aclnnLogSumExp, (In self, Integers dims, bool keepdim, Out out),
       at::logsumexp_out(out, self, all_if_none(dims, self), keepdim))
 
@@ -36,6 +34,20 @@ ACLNN(aclnnAll, (In self, Integers dims, bool keepdim, Out out),
       out.copy_(at::all(self, all_if_none(dims, self), keepdim)))
 ACLNN(aclnnAny, (In self, Integers dims, bool keepdim, Out out),
       out.copy_(at::any(self, all_if_none(dims, self), keepdim)))
+
+// The correction as a Scalar: a plain number would be taken for the older switch between two corrections.
+static void variance_and_mean(In self, Integers dims, int64_t correction, bool keepdim, Out variance, Out mean) {
+  auto [its_variance, its_mean] = at::var_mean(self, all_if_none(dims, self), at::Scalar(correction), keepdim);
+  variance.copy_(its_variance);
+  mean.copy_(its_mean);
+}
+
+ACLNN(aclnnVarCorrection, (In self, Integers dims, int64_t correction, bool keepdim, Out out),
+      out.copy_(at::var(self, all_if_none(dims, self), at::Scalar(correction), keepdim)))
+ACLNN(aclnnVarMean, (In self, Integers dims, int64_t correction, bool keepdim, Out variance, Out mean),
+      variance_and_mean(self, dims, correction, keepdim, variance, mean))
+ACLNN(aclnnStd, (In self, Integers dims, int64_t correction, bool keepdim, Out out),
+      out.copy_(at::std(self, all_if_none(dims, self), at::Scalar(correction), keepdim)))
 
 // The CPU counts no integers and no narrow floats.
 static at::Tensor countable(In self) {

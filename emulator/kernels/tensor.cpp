@@ -60,6 +60,15 @@ at::Tensor tensor(const aclTensor* source) {
   return at::from_blob(begin, source->sizes, source->strides, dtype);
 }
 
+at::Tensor index(const aclTensor* source) {
+  at::Tensor view = tensor(source);
+  if (view.defined() && view.scalar_type() != at::kInt && view.scalar_type() != at::kLong) {
+    throw std::invalid_argument(std::string("an index is of int32 or int64, not of ") +
+                                c10::toString(view.scalar_type()));
+  }
+  return view;
+}
+
 std::vector<at::Tensor> tensors(const aclTensorList* source) {
   std::vector<at::Tensor> views;
   if (source == nullptr) return views;

@@ -53,6 +53,7 @@ at::Scalar scalar(const aclScalar& source);
 
 // A view of the device memory; nullptr, an absent optional argument, gives an undefined tensor.
 at::Tensor tensor(const aclTensor* source);
+at::Tensor index(const aclTensor* source);  // throws std::invalid_argument unless it is of int32 or int64
 std::vector<at::Tensor> tensors(const aclTensorList* source);
 
 // Floats of less than 32 bits as floats of 32, in which CANN's fused operators compute them.

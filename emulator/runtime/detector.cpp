@@ -7,12 +7,11 @@
 #include "simulation.h"
 #include "text.h"
 
-#include <dlfcn.h>
-
 namespace emulator {
 namespace {
 
 constexpr size_t kHost = 0;
+constexpr int kNoSite = 0;
 
 const char* word(Touch touch) {
   switch (touch) {
@@ -100,26 +99,21 @@ void Detector::host_uses(const std::string& function, Range range, Touch touch, 
   for (const Range& each : reused) poison(const_cast<void*>(each.begin), each.nbytes);
 }
 
-void Detector::taken_back(int stream, Range range, int site) {
+void Detector::taken_back(int stream, Range range) {
   std::lock_guard lock(mutex_);
   shadow_.take_back(std::make_shared<const Access>(
-      Access{"free", stream, Touch::free, address(range.begin), range.nbytes, site, Moment{}, host_time()}));
+      Access{"free", stream, Touch::free, address(range.begin), range.nbytes, kNoSite, Moment{}, host_time()}));
 }
 
-void Detector::given_back(const std::string& function, Range range, int site) {
-  host_uses(function, range, Touch::free, site);
+void Detector::given_back(const std::string& function, Range range) {
+  host_uses(function, range, Touch::free, kNoSite);
   std::lock_guard lock(mutex_);
   shadow_.forget(address(range.begin), range.nbytes);
 }
 
 int Detector::site() {
   const auto ask = ask_.load();
-  return ask == nullptr ? 0 : ask();
-}
-
-int Detector::site_if_known() {
-  static const auto has_lock = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
-  return has_lock != nullptr && has_lock() ? site() : 0;
+  return ask == nullptr ? kNoSite : ask();
 }
 
 void host_uses_pinned(const char* function, Range range, bool writes) {

@@ -31,15 +31,15 @@ class Detector {
   void host_waited(const VectorClock& known);
   void host_uses(const std::string& function, Range range, Touch touch, int site);
 
+  // Nobody is asked where the program frees memory: see site().
   // Memory that torch's allocator takes back, to hand it out again for that stream.
-  void taken_back(int stream, Range range, int site);
+  void taken_back(int stream, Range range);
   // Memory that is given back to the system: that must come after all its uses.
-  void given_back(const std::string& function, Range range, int site);
+  void given_back(const std::string& function, Range range);
 
-  // A number for where the program is, or 0. Never call it under a lock: it may wait for Python's.
+  // A number for where the program is, or 0. It runs Python, which may wait for another thread, and may collect
+  // garbage and so free tensors. Never call it under a lock, nor where torch's allocator may be at work.
   int site();
-  // The same for callers that hold locks: 0 unless this thread has Python's lock already.
-  int site_if_known();
   void ask_for_site(int (*ask)()) { ask_ = ask; }
 
   std::string json();

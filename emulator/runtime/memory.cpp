@@ -80,13 +80,11 @@ aclError Memory::allocate_device(void** pointer, size_t nbytes) {
 }
 
 aclError Memory::free_device(void* pointer) {
-  // Locks are held here in torch's allocator.
-  const int site = Detector::on() ? Detector::get().site_if_known() : 0;
   std::lock_guard lock(mutex_);
   auto found = device_.find(address(pointer));
   if (found == device_.end()) return fail(ACL_ERROR_RT_MEMORY_FREE, "aclrtFree: not a device allocation");
   const auto [nbytes, device, owned] = found->second;
-  if (Detector::on()) Detector::get().given_back("aclrtFree", {pointer, nbytes}, site);
+  if (Detector::on()) Detector::get().given_back("aclrtFree", {pointer, nbytes});
   device_used_[device] -= nbytes;
   device_.erase(found);
   bury(pointer, nbytes);
@@ -118,14 +116,13 @@ aclError Memory::allocate_host(void** pointer, size_t nbytes) {
 }
 
 aclError Memory::free_host(void* pointer) {
-  const int site = Detector::on() ? Detector::get().site_if_known() : 0;
   std::lock_guard lock(mutex_);
   auto found = host_.find(address(pointer));
   if (found == host_.end() || !found->second.owned) {
     return fail(ACL_ERROR_RT_MEMORY_FREE, "aclrtFreeHost: not memory of aclrtMallocHost");
   }
   const size_t nbytes = found->second.nbytes;
-  if (Detector::on()) Detector::get().given_back("aclrtFreeHost", {pointer, nbytes}, site);
+  if (Detector::on()) Detector::get().given_back("aclrtFreeHost", {pointer, nbytes});
   host_used_ -= nbytes;
   host_.erase(found);
   bury(pointer, nbytes);
@@ -176,13 +173,12 @@ aclError Memory::register_host(void* pointer, size_t nbytes) {
 }
 
 aclError Memory::unregister_host(void* pointer) {
-  const int site = Detector::on() ? Detector::get().site_if_known() : 0;
   std::lock_guard lock(mutex_);
   auto found = host_.find(address(pointer));
   if (found == host_.end() || found->second.owned) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostUnregister: not registered memory");
   }
-  if (Detector::on()) Detector::get().given_back("aclrtHostUnregister", {pointer, found->second.nbytes}, site);
+  if (Detector::on()) Detector::get().given_back("aclrtHostUnregister", {pointer, found->second.nbytes});
   host_used_ -= found->second.nbytes;
   host_.erase(found);
   return ACL_SUCCESS;

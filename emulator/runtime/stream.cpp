@@ -269,10 +269,7 @@ aclError submit(aclrtStream handle, Operation operation) {
 }
 
 void freed_by_torch(aclrtStream handle, Range block) {
-  // The allocator's lock is held here, so this must not wait for Python's.
-  if (const auto stream = Streams::all().find(handle)) {
-    Detector::get().taken_back(stream->id(), block, Detector::get().site_if_known());
-  }
+  if (const auto stream = Streams::all().find(handle)) Detector::get().taken_back(stream->id(), block);
 }
 
 }  // namespace emulator

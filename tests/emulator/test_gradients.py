@@ -39,6 +39,17 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] =
     "sigmoid": (lambda a: a.sigmoid(), [SQUARE]),
     "relu": (lambda a: a.relu(), [SQUARE]),
     "silu": (lambda a: F.silu(a), [SQUARE]),
+    "hardswish": (F.hardswish, [SQUARE]),
+    "hardsigmoid": (F.hardsigmoid, [SQUARE]),
+    "hardtanh": (lambda a: F.hardtanh(a, -0.5, 0.7), [SQUARE]),
+    "leaky_relu": (lambda a: F.leaky_relu(a, 0.2), [SQUARE]),
+    "leaky_relu_": (lambda a: F.leaky_relu_(a * 2, 0.2), [SQUARE]),
+    "elu": (lambda a: F.elu(a, 0.7), [SQUARE]),
+    "elu_": (lambda a: F.elu_(a * 2, 0.7), [SQUARE]),
+    "mish": (F.mish, [SQUARE]),
+    "log_sigmoid": (F.logsigmoid, [SQUARE]),
+    "glu": (lambda a: F.glu(a, 0), [SQUARE]),
+    "softplus": (lambda a: F.softplus(a, beta=2, threshold=1.5), [SQUARE]),
     "gelu": (lambda a: F.gelu(a), [SQUARE]),
     "gelu_tanh": (lambda a: F.gelu(a, approximate="tanh"), [SQUARE]),
     "clamp": (lambda a: a.clamp(-0.5, 0.5), [SQUARE]),
@@ -90,6 +101,12 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] =
     "nll_loss": (lambda a: F.nll_loss(a, constant(CLASSES, a)), [(4, 5)]),
     "cross_entropy": (lambda a: F.cross_entropy(a, constant(CLASSES, a)), [(4, 5)]),
     "cross_entropy_none": (lambda a: F.cross_entropy(a, constant(CLASSES, a), reduction="none"), [(4, 5)]),
+    "variance": (lambda a: a.var(1), [SQUARE]),
+    "variance_corrected": (lambda a: a.var(correction=3), [SQUARE]),
+    "deviation": (lambda a: a.std(0, keepdim=True, correction=0), [SQUARE]),
+    "variance_and_mean": (lambda a: torch.stack(torch.var_mean(a, 1)), [SQUARE]),
+    "smooth_l1_loss": (lambda a, b: F.smooth_l1_loss(a, b, beta=0.5), [SQUARE, OTHER]),
+    "smooth_l1_loss_sum": (lambda a, b: F.smooth_l1_loss(a, b, reduction="sum"), [SQUARE, OTHER]),
     "mse_loss": (F.mse_loss, [SQUARE, OTHER]),
     "logits_loss": (lambda a: F.binary_cross_entropy_with_logits(a, torch.ones_like(a) / 4), [SQUARE]),
     "embedding": (lambda w: F.embedding(constant(ROWS, w), w), [(4, 5)]),
@@ -120,6 +137,9 @@ DIFFERENTIABLE: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] =
     "convolution_of_one": (lambda a, w, b: F.conv2d(a, w, b), [(3, 6, 6), (4, 3, 3, 3), (4,)]),
     "convolution_1d": (lambda a, w, b: F.conv1d(a, w, b, stride=2), [(2, 3, 8), (4, 3, 3), (4,)]),
     "convolution_3d": (lambda a, w, b: F.conv3d(a, w, b), [(2, 3, 4, 4, 4), (4, 3, 2, 2, 2), (4,)]),
+    "convolution_for_its_bias": (lambda b: F.conv2d(b.new_ones(2, 3, 6, 6), b.new_ones(4, 3, 3, 3), b), [(4,)]),
+    "convolution_1d_for_its_bias": (lambda b: F.conv1d(b.new_ones(2, 3, 8), b.new_ones(4, 3, 3), b), [(4,)]),
+    "convolution_for_its_weight": (lambda w: F.conv2d(w.new_ones(2, 3, 6, 6), w), [(4, 3, 3, 3)]),
     "convolution_transposed": (
         lambda a, w, b: F.conv_transpose2d(a, w, b, stride=2, output_padding=1),
         [IMAGES, (3, 4, 3, 3), (4,)],
@@ -234,3 +254,38 @@ def test_norms_in_float64_have_gradients_of_that_dtype() -> None:
     F.layer_norm(x, (6,), weight, None).sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float64
+
+
+def second_gradient(function: Callable[[Tensor], Tensor], device: str, x: Tensor) -> Tensor:
+    """That of the squared length of the gradient of the result's squared length."""
+    x = x.to(device).requires_grad_()
+    (grad,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+# It is torch_npu that raises, and so it does on hardware: see "Second derivatives" in emulator/README.md.
+@pytest.mark.filterwarnings("ignore:npu.*an autograd kernel was not registered", "ignore:Cannot create tensor with")
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: F.max_pool2d(x, 2), "aclnnGather: an index is of int32 or int64, not of Char"),
+        (lambda x: F.dropout(x, 0.5), "The size of tensor a"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), "dy should be 3 or 4 dimensional"),
+    ],
+    ids=["max_pool", "dropout", "attention"],
+)
+def test_what_has_no_second_derivative_says_so(function: Callable[[Tensor], Tensor], message: str) -> None:
+    (x,) = random_inputs([(2, 3, 8, 8)], torch.float32)
+    with pytest.raises(RuntimeError, match=message):
+        second_gradient(function, "npu", x)
+    assert x.to("npu").square().sum().item() == pytest.approx(x.square().sum().item())  # the device lives on
+
+
+def test_attention_in_plain_products_has_a_second_derivative() -> None:
+    def attention(x: Tensor) -> Tensor:
+        return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+    (x,) = random_inputs([(2, 3, 8, 8)], torch.float32)
+    assert_equal(second_gradient(attention, "npu", x), second_gradient(attention, "cpu", x), 1e-3)

@@ -48,6 +48,10 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
     "clamp_min_tensor_": lambda a, b: a.clamp_min_(b),
     "relu_": lambda a, b: a.relu_(),
     "silu_": lambda a, b: F.silu(a, inplace=True),
+    "hardswish_": lambda a, b: F.hardswish(a, inplace=True),
+    "hardsigmoid_": lambda a, b: F.hardsigmoid(a, inplace=True),
+    "hardtanh_": lambda a, b: F.hardtanh_(a, -0.5, 0.7),
+    "mish_": lambda a, b: F.mish(a, inplace=True),
     "threshold_": lambda a, b: F.threshold(a, 0.5, 9, inplace=True),
     "tril_": lambda a, b: a.tril_(),
     "triu_": lambda a, b: a.triu_(1),
@@ -273,6 +277,13 @@ def test_what_is_added_up_by_index_is_added_in_one_order(dtype: torch.dtype) -> 
         one_by_one[row] += value
     assert_equal(first, one_by_one)
     assert torch.get_num_threads() == THREADS
+
+
+def test_an_index_of_another_dtype_is_refused_and_the_device_lives_on() -> None:
+    x = torch.randn(3, 4, device="npu")
+    with pytest.raises(RuntimeError, match="aclnnGather: an index is of int32 or int64, not of Char"):
+        x.gather(0, torch.zeros(1, 4, dtype=torch.int8, device="npu"))
+    assert x.gather(0, torch.zeros(1, 4, dtype=torch.int64, device="npu")).cpu().equal(x[:1].cpu())
 
 
 def test_an_unknown_dtype_says_its_number() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from tests.conftest import RACES
 from tests.emulator.launch import EMULATOR, run, write_script
 from tests.emulator.racing_memory import MEMORY_PROGRAMS
 from tests.emulator.racing_reuse import REUSE_PROGRAMS, handed_out_again
-from tests.emulator.racing_streams import NBYTES, STREAM_PROGRAMS, N, current, ones, side_stream
+from tests.emulator.racing_streams import NBYTES, STREAM_PROGRAMS, N, current, ones, pinned, side_stream
 
 PROGRAMS = STREAM_PROGRAMS | MEMORY_PROGRAMS | REUSE_PROGRAMS
 
@@ -131,6 +134,29 @@ def test_what_has_been_freed_and_torn_down_is_forgotten() -> None:
         del tensor
         torch.npu.empty_cache()
     assert races() == []
+
+
+def asks_for_the_place(call: Callable[[], object]) -> bool:
+    """Whether the detector runs Python in it, to know where the program is."""
+    files: set[str] = set()
+    sys.setprofile(lambda frame, event, argument: files.add(frame.f_code.co_filename))
+    call()
+    sys.setprofile(None)
+    return inspect.getfile(races) in files
+
+
+@watched
+def test_no_python_runs_where_memory_is_freed() -> None:
+    """It could collect garbage, and so free a tensor while torch's allocator is at work on another.
+
+    Two blocks side by side would each be joined with the other, and their addresses handed out twice.
+    """
+    tensors = [ones(), pinned()]
+    tensors[0].untyped_storage()  # its Python object goes with it, so Python's lock is held where torch frees it
+    torch.npu.synchronize()
+    for free in (tensors.clear, torch.npu.empty_cache, torch.npu.host_empty_cache):
+        assert not asks_for_the_place(free), free
+    assert asks_for_the_place(ones)
 
 
 @watched
