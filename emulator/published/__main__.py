@@ -42,7 +42,9 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m published", description="Published training steps beside modelled ones.")
+    parser = argparse.ArgumentParser(
+        prog="python -m published", description="Published training steps beside modelled ones."
+    )
     parser.add_argument("--chip", action="append", help="only rows of this chip; may be given several times")
     parser.add_argument("--row", default="", help="only rows with this in their names")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
