@@ -118,6 +118,7 @@ def _server_name(value: Any) -> str:
 
 _POSITIVE = ("a number above 0", _number(lambda number: number > 0))
 _COST = ("a number of at least 0", _number(lambda number: number >= 0))
+_SHARES = ("rows such as [[2048, 0.7], [4096, 0.86]], the first numbers rising", _shares)
 _SHARE = ("a number above 0 and at most 1", _number(lambda number: 0 < number <= 1))
 
 _CHIP: Mapping[str, _Figure] = {
@@ -127,8 +128,8 @@ _CHIP: Mapping[str, _Figure] = {
     "matrix.bfloat16": _POSITIVE,
     "matrix.float16": _POSITIVE,
     "matrix.float32": _POSITIVE,
-    "matrix.matmul_shares": ("rows such as [[2048, 0.7], [4096, 0.86]], the first numbers rising", _shares),
-    "matrix.attention_share": _SHARE,
+    "matrix.matmul_shares": _SHARES,
+    "matrix.attention_shares": _SHARES,
     "matrix.convolution_share": _SHARE,
     "memory.bytes_per_s": _POSITIVE,
     "memory.share": _SHARE,

@@ -9,28 +9,41 @@ extern "C" void omp_set_num_threads(int);  // of the OpenMP that torch brings al
 
 using namespace emulator;
 
-ACLNN(aclnnEmbedding, (In weight, In indices, Out out), out.copy_(at::embedding(weight, indices)))
+// Of a tensor from which elements are picked, only these are moved; into which some are put or added, only these.
+static Work picking(In index, In picked) { return {.nbytes = bytes_of(index) + 2 * bytes_of(picked)}; }
+static Work adding(In index, In source) { return {.nbytes = bytes_of(index) + 3 * bytes_of(source)}; }
+
+ACLNN_OF(aclnnEmbedding, (In weight, In indices, Out out), picking(indices, out),
+         out.copy_(at::embedding(weight, indices)))
 ACLNN(aclnnEmbeddingDenseBackward,
       (In grad, In indices, int64_t rows, int64_t padding_index, bool scale_by_frequency, Out out),
       out.copy_(at::embedding_dense_backward(grad, indices, rows, padding_index, scale_by_frequency)))
 
-ACLNN(aclnnIndexSelect, (In self, int64_t dim, Index index, Out out),
-      out.copy_(at::index_select(self, dim, index)))
-ACLNN(aclnnGather, (In self, int64_t dim, Index index, Out out), out.copy_(at::gather(self, dim, index)))
+ACLNN_OF(aclnnIndexSelect, (In self, int64_t dim, Index index, Out out), picking(index, out),
+         out.copy_(at::index_select(self, dim, index)))
+ACLNN_OF(aclnnGather, (In self, int64_t dim, Index index, Out out), picking(index, out),
+         out.copy_(at::gather(self, dim, index)))
+
+// Where the result is not the tensor itself, that is copied as well.
+static Work scattering(In self, In index, In source, In out) {
+  Work work = adding(index, source);
+  if (self.data_ptr() != out.data_ptr()) work.nbytes += bytes_of(self) + bytes_of(out);
+  return work;
+}
 
 static at::Tensor scatter(In self, int64_t dim, In index, In source, int64_t reduction) {
   if (reduction == 0) return at::scatter(self, dim, index, source);
   return at::scatter(self, dim, index, source, reduction == 1 ? "add" : "multiply");
 }
 
-ACLNN(aclnnScatter, (In self, int64_t dim, Index index, In source, int64_t reduction, Out out),
-      out.copy_(scatter(self, dim, index, source, reduction)))
-ACLNN(aclnnInplaceScatter, (Out self, int64_t dim, Index index, In source, int64_t reduction),
-      self.copy_(scatter(self, dim, index, source, reduction)))
-ACLNN(aclnnScatterAdd, (In self, int64_t dim, Index index, In source, Out out),
-      out.copy_(at::scatter_add(self, dim, index, source)))
-ACLNN(aclnnIndexAdd, (In self, int64_t dim, Index index, In source, Number alpha, Out out),
-      out.copy_(at::index_add(self, dim, index, source, alpha)))
+ACLNN_OF(aclnnScatter, (In self, int64_t dim, Index index, In source, int64_t reduction, Out out),
+         scattering(self, index, source, out), out.copy_(scatter(self, dim, index, source, reduction)))
+ACLNN_OF(aclnnInplaceScatter, (Out self, int64_t dim, Index index, In source, int64_t reduction), adding(index, source),
+         self.copy_(scatter(self, dim, index, source, reduction)))
+ACLNN_OF(aclnnScatterAdd, (In self, int64_t dim, Index index, In source, Out out),
+         scattering(self, index, source, out), out.copy_(at::scatter_add(self, dim, index, source)))
+ACLNN_OF(aclnnIndexAdd, (In self, int64_t dim, Index index, In source, Number alpha, Out out),
+         scattering(self, index, source, out), out.copy_(at::index_add(self, dim, index, source, alpha)))
 
 // torch_npu passes an empty tensor for a dimension that is not indexed.
 static c10::List<std::optional<at::Tensor>> indices_or_none(Ins indices) {
@@ -41,8 +54,8 @@ static c10::List<std::optional<at::Tensor>> indices_or_none(Ins indices) {
   return result;
 }
 
-ACLNN(aclnnIndex, (In self, Ins indices, Out out),
-      if (out.numel() > 0) out.copy_(at::index(self, indices_or_none(indices))))
+ACLNN_OF(aclnnIndex, (In self, Ins indices, Out out), Work{.nbytes = 2 * bytes_of(out)},
+         if (out.numel() > 0) out.copy_(at::index(self, indices_or_none(indices))))
 
 // As long as it lives, this thread's operators use no other threads.
 class OneThread {

@@ -67,6 +67,7 @@ Work attention(const at::Tensor& queries, double pairs, double depths, bool caus
   return {.unit = Unit::attention,
           .flops = 2 * pairs * depths * (causal ? 0.5 : 1) * (backward ? 2.5 : 1),
           .dtype = dtype_of(queries),
+          .least = depths / 2,
           .nbytes = nbytes};
 }
 

@@ -41,7 +41,6 @@ Model::Model(const std::string& figures)
       bfloat16_(number("matrix.bfloat16") * kPerSecond),
       float16_(number("matrix.float16") * kPerSecond),
       float32_(number("matrix.float32") * kPerSecond),
-      attention_share_(number("matrix.attention_share")),
       convolution_share_(number("matrix.convolution_share")),
       step_factor_(number("step.factor")),
       latency_(microseconds("link.latency_us")),
@@ -60,12 +59,9 @@ Model::Model(const std::string& figures)
       drive_latency_(std::llround(number_or_0("drives.latency_us") * 1000)),
       drive_read_(number_or_0("drives.read_bytes_per_s") * kPerSecond),
       drive_write_(number_or_0("drives.write_bytes_per_s") * kPerSecond),
-      host_cpu_factor_(number("host_cpu_factor")) {
-  for (const std::string& row : parts(figures_.at("matrix.matmul_shares"), ',')) {
-    const auto [least, share] = halves(row, ':');
-    matmul_shares_.emplace_back(std::stod(least), std::stod(share));
-  }
-}
+      host_cpu_factor_(number("host_cpu_factor")),
+      matmul_shares_(shares("matrix.matmul_shares")),
+      attention_shares_(shares("matrix.attention_shares")) {}
 
 double Model::number(const std::string& key) const { return std::stod(figures_.at(key)); }
 
@@ -73,22 +69,31 @@ double Model::number_or_0(const std::string& key) const { return figures_.contai
 
 Nanoseconds Model::microseconds(const std::string& key) const { return std::llround(number(key) * 1000); }
 
+Model::Shares Model::shares(const std::string& key) const {
+  Shares found;
+  for (const std::string& row : parts(figures_.at(key), ',')) {
+    const auto [size, share] = halves(row, ':');
+    found.emplace_back(std::stod(size), std::stod(share));
+  }
+  return found;
+}
+
 // Between two rows of the table on the straight line, outside of it as at its nearest end.
-double Model::matmul_share(double least) const {
-  const auto above = std::find_if(matmul_shares_.begin(), matmul_shares_.end(),
-                                  [least](const auto& row) { return row.first >= least; });
-  if (above == matmul_shares_.begin()) return above->second;
+double Model::share(const Shares& shares, double size) {
+  const auto above =
+      std::find_if(shares.begin(), shares.end(), [size](const auto& row) { return row.first >= size; });
+  if (above == shares.begin()) return above->second;
   const auto& [low, share] = *std::prev(above);
-  if (above == matmul_shares_.end()) return share;
-  return share + (above->second - share) * (least - low) / (above->first - low);
+  if (above == shares.end()) return share;
+  return share + (above->second - share) * (size - low) / (above->first - low);
 }
 
 double Model::flops_per_ns(const Work& work) const {
   const double peak = work.dtype == ACL_BF16 ? bfloat16_ : work.dtype == ACL_FLOAT16 ? float16_ : float32_;
   switch (work.unit) {
-    case Unit::attention: return peak * attention_share_ / step_factor_;
+    case Unit::attention: return peak * share(attention_shares_, work.least) / step_factor_;
     case Unit::convolution: return peak * convolution_share_ / step_factor_;
-    default: return peak * matmul_share(work.least) / step_factor_;
+    default: return peak * share(matmul_shares_, work.least) / step_factor_;
   }
 }
 

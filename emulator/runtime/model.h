@@ -43,10 +43,13 @@ class Model {
   double host_cpu_factor() const { return host_cpu_factor_; }
 
  private:
+  using Shares = std::vector<std::pair<double, double>>;  // the first numbers rise
+
   double number(const std::string& key) const;
   double number_or_0(const std::string& key) const;
   Nanoseconds microseconds(const std::string& key) const;
-  double matmul_share(double least) const;
+  Shares shares(const std::string& key) const;
+  static double share(const Shares& shares, double size);
   double flops_per_ns(const Work& work) const;
 
   std::map<std::string, std::string> figures_;
@@ -55,7 +58,7 @@ class Model {
   const double bytes_per_ns_;  // of a kernel other than a softmax
   const double softmax_bytes_per_ns_;
   const double bfloat16_, float16_, float32_;  // FLOPs per ns of the matrix unit, at its peak
-  const double attention_share_, convolution_share_;
+  const double convolution_share_;
   const double step_factor_;
   const Nanoseconds latency_, issue_, event_, query_, wait_;
   const double h2d_, d2h_;  // bytes per ns
@@ -65,7 +68,8 @@ class Model {
   const Nanoseconds drive_latency_;
   const double drive_read_, drive_write_;  // bytes per ns; 0 where no drive is known
   const double host_cpu_factor_;
-  std::vector<std::pair<double, double>> matmul_shares_;  // by the least dimension, rising
+  const Shares matmul_shares_;     // by the least dimension
+  const Shares attention_shares_;  // by the size of a head
 };
 
 }  // namespace emulator

@@ -51,6 +51,7 @@ Settings& settings() {
 }  // namespace emulator
 
 // For the Python package. A rate of 0 means no limit; copies that were started keep the rate they have.
+ACL_EXPORT int ascend_emulator_is_dry() { return emulator::settings().dry; }
 ACL_EXPORT void ascend_emulator_set_hbm_bytes(size_t nbytes) { emulator::settings().hbm_bytes = nbytes; }
 ACL_EXPORT void ascend_emulator_set_host_bytes(size_t nbytes) { emulator::settings().host_bytes = nbytes; }
 ACL_EXPORT void ascend_emulator_set_h2d(double bytes_per_s) { emulator::settings().h2d_bytes_per_s = bytes_per_s; }

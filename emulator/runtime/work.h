@@ -18,7 +18,7 @@ struct Work {
   Unit unit = Unit::vector;
   double flops = 0;              // of the matrix unit; 0 for what is bound by memory alone
   aclDataType dtype = ACL_FLOAT;  // of the factors
-  double least = 0;              // the least of a matrix product's three dimensions
+  double least = 0;              // the least of a matrix product's three dimensions; of attention, the size of a head
   double nbytes = 0;             // to and from memory, over the link, or of a file
   bool pageable = false;         // a copy of host memory that is not pinned
   uint32_t ranks = 0;            // of a ring: how many devices are in it

@@ -51,6 +51,12 @@ MEASURE = """
     time("transposed", lambda: a.t().contiguous())
     time("softmax", lambda: a.softmax(-1))
     time("foreach", lambda: torch._foreach_add_([a, b], 1.0))
+    index = torch.zeros(500, dtype=torch.int64, device="npu")
+    time("embedding", lambda: F.embedding(index, a))
+    columns = torch.zeros(1000, 1, dtype=torch.int64, device="npu")
+    time("gather", lambda: a.gather(1, columns))
+    time("scatter in place", lambda: b.scatter_add_(1, columns, column))
+    time("index", lambda: b[index])
 
     q = tensor(2, 4, 64, 32).requires_grad_()
     for causal in (False, True):
@@ -123,6 +129,10 @@ def test_a_thin_product_takes_its_bytes(found: dict[str, list[tuple[str, int]]])
         ("transposed", "aclnnInplaceCopy", 8_000_000),
         ("softmax", "aclnnSoftmax", 16_000_000),  # at half the rate, so as twice as many
         ("foreach", "aclnnForeachAddScalarV2", 16_000_000),
+        ("embedding", "aclnnEmbedding", 500 * 8 + 2 * 500 * 4_000),  # the rows that are taken, read and written
+        ("gather", "aclnnGather", 1_000 * (8 + 2 * 4)),
+        ("scatter in place", "aclnnScatterAdd", 1_000 * (8 + 3 * 4)),
+        ("index", "aclnnIndex", 2 * 500 * 4_000),
     ],
 )
 def test_other_kernels_take_their_bytes(
@@ -135,7 +145,8 @@ def test_other_kernels_take_their_bytes(
 def test_causal_attention_counts_half_and_its_backward_two_and_a_half_times(
     found: dict[str, list[tuple[str, int]]], causal: bool, part: float
 ) -> None:
-    ns = part * 2 * (2 * 4) * 64 * 64 * (32 + 32) / (5_000 * 0.4)
+    share = 0.2 + 0.4 * (32 - 16) / (48 - 16)
+    ns = part * 2 * (2 * 4) * 64 * 64 * (32 + 32) / (5_000 * share)
     assert only(found, f"attention {causal}", "aclnnFlashAttentionScore") == MATRIX + round(ns)
     backward = only(found, f"attention {causal} backward", "aclnnFlashAttentionScoreGrad")
     assert backward == MATRIX + round(2.5 * ns)

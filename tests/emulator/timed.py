@@ -23,7 +23,7 @@ bfloat16 = 10e12
 float16 = 20e12
 float32 = 5e12
 matmul_shares = [[100, 0.5], [300, 1.0]]
-attention_share = 0.4
+attention_shares = [[16, 0.2], [48, 0.6]]
 convolution_share = 0.2
 [memory]
 bytes_per_s = 1e12
