@@ -240,11 +240,12 @@ class HostTier:
         self._slots += len(wanted)
         slots = []
         start = region.ptr - slab.region.ptr
-        last, elements = torch.uint8, slab.elements(torch.uint8)
+        last: torch.dtype | None = None
         for nbytes, dtype, shape, stride in wanted:
             if dtype is not last:
                 last, elements = dtype, slab.elements(dtype)
-            slots.append(HostSlot(elements.as_strided(shape, stride, start // dtype.itemsize), lease))
+                first = elements.storage_offset()  # from which as_strided does not count
+            slots.append(HostSlot(elements.as_strided(shape, stride, first + start // dtype.itemsize), lease))
             start += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return slots
 

@@ -115,7 +115,7 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
         super().__init__(
             num_layers,
             offload_stream=offload_stream,
-            policy=LayerOrderPolicy(num_offloaded_layers),
+            policy=LayerOrderPolicy(num_offloaded_layers, in_flight=0),
             variable_depth=True,
             device=device,
             host_bytes=host_bytes,
