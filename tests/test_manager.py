@@ -23,7 +23,7 @@ SMALL = "16MiB"
 
 
 def test_an_unknown_policy(device: str) -> None:
-    with pytest.raises(ValueError, match="unknown policy 'magic'; known are 'layer-order'"):
+    with pytest.raises(ValueError, match="unknown policy 'magic'; known are 'auto', 'layer-order'"):
         TieringManager(policy="magic", device=device, host_bytes=SMALL)
 
 

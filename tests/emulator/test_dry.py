@@ -10,6 +10,8 @@ import pytest
 
 from tests.emulator.launch import EMULATOR, run
 
+pytestmark = pytest.mark.slow(why="two processes train six models each")
+
 GIB = 1 << 30
 CLOCK = ("--clock", "910b3", "--hbm", "64GiB")
 PROGRAM = ("-m", "tests.emulator.dry_training")

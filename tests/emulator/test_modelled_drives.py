@@ -233,17 +233,8 @@ def test_the_managers_trace_tells_the_drives_times(trained: Said) -> None:
         assert told == pytest.approx(spans, abs=0.2)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        SCHEDULES[0],
-        *(
-            pytest.param(each, marks=pytest.mark.slow(why="each is a process that trains a model"))
-            for each in SCHEDULES[1:]
-        ),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.slow(why="each is a process that trains a model")
+@pytest.mark.parametrize("options", SCHEDULES, ids=" ".join)
 def test_a_training_that_spills_is_the_same_in_each_schedule(
     tmp_path: Path, trained: Said, options: tuple[str, ...]
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_row_without_a_time_is_refused(tmp_path: Path) -> None:
         read_rows(file)
 
 
+@pytest.mark.slow(why="a process that trains")
 def test_small_steps_run(tmp_path: Path) -> None:
     done = run(*EMULATOR, "--clock", "910b2", "--dry", write_script(tmp_path, SMALL), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

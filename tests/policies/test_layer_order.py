@@ -270,5 +270,5 @@ def test_policies_are_known_by_name() -> None:
     policy = policy_by_name("layer-order")
     assert isinstance(policy, LayerOrderPolicy)
     assert vars(policy) == vars(LayerOrderPolicy())
-    with pytest.raises(ValueError, match=r"^unknown policy 'lair-order'; known are 'layer-order', 'lru'$"):
+    with pytest.raises(ValueError, match=r"^unknown policy 'lair-order'; known are 'auto', 'layer-order', 'lru'$"):
         policy_by_name("lair-order")
