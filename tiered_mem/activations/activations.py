@@ -247,6 +247,7 @@ class PolicyActions:
             if Memory in asks and not isinstance(each, StepMeasured):
                 self.act(self._policy.decide(self._watch.memory()))
             self.act(self._policy.decide(each))
+            self._watch.answered()
 
     def _tell_refused(self, kind: type[Action], blocks: Sequence[Block]) -> None:
         for block in blocks:

@@ -48,18 +48,21 @@ class StepWatch:
         return told
 
     def memory(self) -> Memory:
-        """What is allocated on the device, and the most since the last time.
+        """What is allocated on the device, and the most since the last event was answered.
 
         Only while a step is measured is torch's own peak reset, which users may want to read. Otherwise the most is
         known where torch's peak has risen.
         """
         allocated, peak = self._device.allocated_and_peak()
-        measuring = self._meter.measuring
-        most = peak if measuring or peak > self._highest else allocated
-        if measuring:
-            self._device.reset_peak()
-        self._highest = allocated if measuring else peak
+        most = peak if self._meter.measuring or peak > self._highest else allocated
+        self._highest = peak
         return Memory(allocated, most)
+
+    def answered(self) -> None:
+        """What the policy has answered to an event is done."""
+        if self._meter.measuring:
+            self._device.reset_peak()
+            self._highest = 0
 
     def note(self, event: Event, asks: Collection[type[Any]]) -> None:
         """The event is told now, or would be, to a policy that asks for these."""
