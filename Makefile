@@ -14,7 +14,7 @@ DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_p
 # has it. And what starts processes of its own says in which schedule.
 ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py \
           link.py profilers.py clock.py clock_files.py clock_kernels.py modelled_drives.py published.py \
-          dry.py dry_reads.py dry_routing.py hccl.py hccl_clock.py hccl_jobs.py) \
+          dry.py dry_reads.py dry_routing.py hccl.py hccl_clock.py hccl_jobs.py hccl_mistakes.py) \
         $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
           distributed_checkpoints.py failures.py trials.py)
