@@ -75,9 +75,20 @@ def check(step: Step, share: float, link: Link) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(20))
 def test_plans_keep_the_budget_and_are_legal(kind: str, seed: int) -> None:
     check(KINDS[kind](seed), SHARES[seed % len(SHARES)], LINKS[seed % len(LINKS)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "share", "link", "seconds"),
+    [("encoder-decoder", 29, 0.0, 1, 0.124250454), ("encoder-decoder", 55, 0.1, 0, 0.062883059)],
+    ids=["the ends of copies", "what is used later and dropped earlier"],
+)
+def test_plans_know_what_makes_them_good(kind: str, seed: int, share: float, link: int, seconds: float) -> None:
+    """Steps that take longer where the planner does not look at that."""
+    known = profile(KINDS[kind](seed))
+    assert plan(known, budget_between(known, share), LINKS[link]).seconds <= seconds * 1.001
 
 
 @pytest.mark.slow(why="500 random steps of each kind")
