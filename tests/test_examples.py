@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from emulator.tests.launch import HANGS_S
+from emulator.tests.launch import run as run_plainly
 from tests.conftest import EMULATED, RACES
-from tests.emulator.launch import HANGS_S
-from tests.emulator.launch import run as run_plainly
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "3", "--width", "96", "--context", "128", "--batch", "8"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.launch import run
+from emulator.tests.launch import run
 
 ROOT = Path(__file__).parents[1]
 LEAVES = ("allocators", "policies")
