@@ -12,14 +12,14 @@ from typing import Protocol
 
 import pytest
 
-from emulator.tests import emulated
-from emulator.tests.emulated import Link, careless, link, pytest_runtest_setup
+from emulator.tests import emulated_device
+from emulator.tests.emulated_device import Link, careless, link, pytest_runtest_setup
 
 KIND = os.environ.get("TIERED_MEM_TEST_DEVICE", "npu")
 if KIND != "npu":
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-EMULATED = KIND == "npu" and emulated.start()
-RACES = EMULATED and emulated.RACES
+EMULATED = KIND == "npu" and emulated_device.start()
+RACES = EMULATED and emulated_device.RACES
 
 # The emulated device must be there before torch is.
 import torch  # noqa: E402

@@ -20,7 +20,7 @@ from emulator.tests.acl import (
     byte_at,
     fill,
 )
-from emulator.tests.emulated import Link
+from emulator.tests.emulated_device import Link
 
 MB = 1_000_000
 INVALID, RT_INVALID, NO_STREAM, LOST = 100000, 107000, 107003, 507010

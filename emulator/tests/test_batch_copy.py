@@ -10,7 +10,7 @@ import pytest
 import torch
 from ascend_emulator import clear_races, host_access, races
 
-from emulator.tests.emulated import RACES, Link
+from emulator.tests.emulated_device import RACES, Link
 from emulator.tests.launch import EMULATOR, run, write_script
 from emulator.tests.racing_streams import current, side_stream
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ascend_emulator import clear_races, host_access, races
 
-from emulator.tests.emulated import RACES
+from emulator.tests.emulated_device import RACES
 from emulator.tests.launch import EMULATOR, run, write_script
 from emulator.tests.racing_memory import MEMORY_PROGRAMS
 from emulator.tests.racing_reuse import REUSE_PROGRAMS, handed_out_again
