@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import ascend_emulator
@@ -80,7 +81,33 @@ def hsdp(model: nn.Module, device: str) -> nn.Module:
     return sharded(model, device, mesh=mesh)
 
 
+def gathered(gradients: Tensor) -> list[Tensor]:
+    """Those of all ranks, in the host's memory, by gloo."""
+    parts = [torch.empty_like(gradients, device="cpu") for _ in range(RANKS)]
+    dist.all_gather(parts, gradients.cpu())
+    return parts
+
+
+def without_hccl(model: nn.Module, device: str, add: Callable[[list[Tensor]], Tensor] | None = None) -> nn.Module:
+    """Each gradient becomes the mean of all ranks', added up on the CPU in the ranks' order."""
+    add = add or partial(reduce, torch.add)
+
+    def take_mean(parameter: Tensor) -> None:
+        parameter.grad.copy_(add(gathered(parameter.grad)) / RANKS)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take_mean)
+    return model
+
+
+def without_hccl_in_pairs(model: nn.Module, device: str) -> nn.Module:
+    """As HSDP adds on four ranks: first in each group of two that share a model, then over the groups."""
+    return without_hccl(model, device, lambda parts: (parts[0] + parts[1]) + (parts[2] + parts[3]))
+
+
 WAYS: dict[str, Wrap] = {
+    "without_hccl": without_hccl,
+    "without_hccl_in_pairs": without_hccl_in_pairs,
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2_bf16": fsdp2_bf16,

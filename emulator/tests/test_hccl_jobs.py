@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from emulator.tests.hccl_jobs import job, said
+from emulator.tests.hccl_jobs import HBM, job, said
+from emulator.tests.launch import run_ranks
 
 
 def test_every_collective_of_torch_gives_what_gloo_gives(tmp_path: Path) -> None:
@@ -24,29 +25,27 @@ def test_every_collective_of_torch_gives_what_gloo_gives(tmp_path: Path) -> None
         (2, ("--schedule", "random", "--seed", "3")),
         (2, ("--clock", "910b3")),
         (4, ("--races",)),
+        (8, ()),
     ],
     ids=str,
 )
-def test_collectives_in_other_schedules_with_a_clock_and_on_four_ranks(
+def test_collectives_in_other_schedules_with_a_clock_and_on_more_ranks(
     ranks: int, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     for line in said(tmp_path, ranks, options, "-m", "emulator.tests.collectives"):
         assert (line["wrong"], line["races"]) == ({}, [])
 
 
-def check_training(lines: list[Any], *ways: str) -> None:
+def check_training(lines: list[Any], same: str, *ways: str) -> None:
+    """Each way trains on the NPU as another one does there."""
     for line in lines:
         assert line["races"] == []
         for way in ways:
-            ours, theirs = line[f"{way} perceptrons"]["npu"], line[f"{way} perceptrons"]["cpu"]
-            assert ours == theirs
-            # The products of attention's derivative, and its sums, are others on the NPU: without ranks, too.
-            (losses, norm, _), (their_losses, their_norm, _) = (
-                line[f"{way} llama"]["npu"],
-                line[f"{way} llama"]["cpu"],
-            )
-            assert losses == pytest.approx(their_losses, rel=1e-6)
-            assert norm == pytest.approx(their_norm, rel=1e-5)
+            for model in ("llama", "perceptrons"):
+                losses, norm, weights = line[f"{way} {model}"]["npu"]
+                others, other_norm, other_weights = line[f"{same} {model}"]["npu"]
+                assert (losses, weights) == (others, other_weights)
+                assert norm == pytest.approx(other_norm, rel=1e-6)  # shards' squares are added in another order
 
 
 @job
@@ -54,17 +53,22 @@ def check_training(lines: list[Any], *ways: str) -> None:
     "options", [("--races",), ("--schedule", "late"), ("--schedule", "random", "--races")], ids=str
 )
 def test_ddp_and_fsdp2_train_as_over_gloo(options: tuple[str, ...], tmp_path: Path) -> None:
-    ways = ("ddp", "fsdp2", "fsdp2_with_cpu_offload")
+    ways = ("without_hccl", "ddp", "fsdp2", "fsdp2_with_cpu_offload")
     lines = said(tmp_path, 2, options, "-m", "emulator.tests.hccl_training", *ways)
     check_training(lines, *ways)
-    for line in lines:  # and all ways are one
-        assert len({json.dumps(line[f"{way} llama"]["npu"][0::2]) for way in ways}) == 1
+    for line in lines:  # whose kernels have the CPU's bits
+        assert all(line[f"{way} perceptrons"]["npu"] == line[f"{way} perceptrons"]["cpu"] for way in ways)
     assert lines[0]["ddp llama"]["npu"][2] == lines[1]["ddp llama"]["npu"][2]
 
 
 @job
-def test_hsdp_trains_as_over_gloo_on_four_ranks(tmp_path: Path) -> None:
-    check_training(said(tmp_path, 4, ("--races",), "-m", "emulator.tests.hccl_training", "hsdp"), "hsdp")
+def test_the_order_of_sums_is_that_of_the_ranks(tmp_path: Path) -> None:
+    ways = ("without_hccl", "ddp", "without_hccl_in_pairs", "hsdp")
+    lines = said(tmp_path, 4, ("--races",), "-m", "emulator.tests.hccl_training", *ways)
+    check_training(lines, "without_hccl", "ddp")
+    check_training(lines, "without_hccl_in_pairs", "hsdp")
+    for line in lines:  # or the test could not tell
+        assert line["ddp llama"]["npu"][2] != line["hsdp llama"]["npu"][2]
 
 
 @job
@@ -86,3 +90,31 @@ def test_mixed_precision_reduces_in_float32(tmp_path: Path) -> None:
 def test_device_meshes_dtensors_and_checkpoints(tmp_path: Path) -> None:
     for line in said(tmp_path, 2, ("--races",), "-m", "emulator.tests.hccl_state", str(tmp_path / "checkpoint")):
         assert (line["wrong"], line["races"]) == ([], [])
+
+
+@job
+def test_a_dry_training_has_the_real_ones_allocations_and_timeline(tmp_path: Path) -> None:
+    found = []
+    for options in ((), ("--dry",)):
+        folder = tmp_path / f"{options}"
+        folder.mkdir()
+        arguments = ("-m", "emulator.tests.hccl_dry", str(folder))
+        done = run_ranks(2, ("--clock", "910b3", *HBM, *options), *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append([json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)])
+    for real, dry in zip(*found, strict=True):
+        for way in ("ddp", "fsdp2"):
+            assert dry[way]["allocations"] == real[way]["allocations"]
+            assert dry[way]["timeline"] == real[way]["timeline"]
+            assert (dry[way]["peak"], dry[way]["now"]) == (real[way]["peak"], real[way]["now"])
+            names = {name for name, *_ in real[way]["timeline"]}
+            assert {"ddp": "HcclAllReduce", "fsdp2": "HcclReduceScatter"}[way] in names
+
+
+@job
+def test_what_reads_its_ranks_answers_is_refused_in_a_dry_run(tmp_path: Path) -> None:
+    done = run_ranks(
+        2, ("--clock", "910b3", *HBM, "--dry"), "-m", "emulator.tests.hccl_training", "ddp", cwd=tmp_path
+    )
+    assert done.returncode != 0
+    assert "pass init_sync=False, find_unused_parameters=True, with which it reads nothing" in done.stderr

@@ -12,6 +12,7 @@ import ascend_emulator
 import torch
 from torch import Tensor, nn
 
+from emulator.tests.allocations import allocations
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
 
@@ -71,22 +72,6 @@ def scaled(model: nn.Module) -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-
-
-def allocations() -> list[tuple[str, int, int, int, int]]:
-    """What torch's allocator did: streams by the order in which they come, addresses by segment and offset."""
-    (trace,) = torch.npu.memory._snapshot()["device_traces"]
-    streams: dict[int, int] = {}
-    segments: dict[int, int] = {}
-    rows = []
-    for entry in trace:
-        address = entry["addr"]
-        if entry["action"] == "segment_alloc":
-            segments[address] = len(segments)
-        segment = max((start for start in segments if start <= address), default=0)
-        stream = streams.setdefault(entry["stream"], len(streams))
-        rows.append((entry["action"], entry["size"], stream, segments.get(segment, -1), address - segment))
-    return rows
 
 
 def record(train: Callable[[Any], None], model: Callable[[], nn.Module]) -> dict[str, Any]:
