@@ -10,6 +10,7 @@ from .base import (
     Action,
     Dropped,
     Event,
+    ExactMemory,
     Fetch,
     HostPressure,
     Memory,
@@ -34,13 +35,18 @@ from .planning.step import StepUnderWay
 from .planning.table import Table
 
 _log = logging.getLogger("tiered_mem.policies")
-# Steps from one plan to the next for the same kind of step, at least.
+# Steps from one that is timed to the next, at least, for the same kind of step.
 _PATIENCE = 4
+# So many steps that are of no known kind are recorded in a row. After that it is each fourth.
+_STRAYS = 8
 # Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
 _DRIFT = 0.02
 # Plans are made for so much less after each step that went above the budget, as a share of it.
 _MARGIN = 0.01
 _FETCHED_AHEAD = 8
+_PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, Refused})
+_TIMED = _PLAYED | {StepMeasured}
+_RECORDED = _TIMED - {Memory} | {ExactMemory}
 
 
 class PlannedPolicy:
@@ -82,13 +88,9 @@ class PlannedPolicy:
         self._ended: dict[int, StepUnderWay] = {}
         self._lru: LRUPolicy | None = None
         self._overruns = 0
-        self._since_plan = 0
-        self._measure = True
-
-    @property
-    def asks(self) -> Collection[type[OnRequest]]:
-        always = {Used, StepBegin, StepEnd, Memory, Refused}
-        return always | {StepMeasured} if self._measure else always
+        self._untimed = 0  # steps since the last that was timed
+        self._strays = 0  # steps since the last that was of a known kind
+        self.asks: Collection[type[OnRequest]] = _RECORDED
 
     @property
     def resident(self) -> int:
@@ -103,6 +105,7 @@ class PlannedPolicy:
             case Memory(_, peak):
                 self._memory = event
                 if self._step is not None:
+                    self._step.exact = type(event) is ExactMemory
                     self._step.recording.most(peak - self._residence.own)
                     self._step.peak = max(self._step.peak, peak)
             case StepBegin(step):
@@ -132,12 +135,20 @@ class PlannedPolicy:
         step, self._step = self._step, None
         if step is None:
             return
-        self._since_plan += 1
-        self._measure = step.deviates or self._since_plan >= _PATIENCE
+        self._untimed = 0 if StepMeasured in self.asks else self._untimed + 1
+        self._strays = self._strays + 1 if step.deviates else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
         if step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
+        self.asks = _TIMED if self._untimed >= _PATIENCE - 1 else _PLAYED
+        if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
+            self._record(step.number + 1)
+
+    def _record(self, step: int) -> None:
+        """This step is of no kind that is known."""
+        if self._strays <= _STRAYS or step % _PATIENCE == 0:
+            self.asks = _RECORDED
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
@@ -169,7 +180,7 @@ class PlannedPolicy:
             if residence.place(event.key) is not Place.LEAVING:
                 actions = residence.follow([Reload(event.key)])
             residence.use(event.key)
-        if step is not None and isinstance(event, Saved) and step.undecided():
+        if step is not None and step.undecided:
             self._choose(step)
         if step is None or step.table is None or name is None:
             actions += residence.follow(self._learning(others).decide(event))
@@ -199,11 +210,12 @@ class PlannedPolicy:
         return actions
 
     def _choose(self, step: StepUnderWay) -> None:
-        """Finds the plan for a step, by what it has saved so far."""
-        found = self._repertoire.find(step.recording.layers, step.sizes)
-        if found is not None:
-            step.known, step.ratio = found
-            step.table = self._repertoire.table(*found)
+        """Finds the plan for a step, by what it has done so far. One that is of no known kind is recorded."""
+        found = self._repertoire.find(step.recording.course, step.sizes)
+        if found is None:
+            self._record(step.number)
+        elif step.sizes:
+            step.play(*found, self._repertoire.table(*found))
             self._lru = None
 
     def _learning(self, others: int | None) -> LRUPolicy:
@@ -235,16 +247,16 @@ class PlannedPolicy:
         return actions
 
     def _learn(self, step: StepUnderWay, seconds: Sequence[float], stalls: float, out: float, back: float) -> None:
-        if len(seconds) != len(step.recording.names):
+        missing = len(step.recording.names) - len(seconds)
+        if missing < 0:
             return
-        repertoire = self._repertoire
-        known = step.known if step.known is not None and not step.deviates else repertoire.same(step.recording)
-        if known is None:
-            if step.recording.regular:
-                repertoire.add(step.recording, seconds)
-                self._since_plan = 0
-        elif step.table is not None and self._since_plan >= _PATIENCE:
+        repertoire, recording = self._repertoire, step.recording
+        if step.known is None or step.deviates:
+            if step.exact and recording.regular and not repertoire.same(recording):
+                repertoire.add(recording, seconds, step.known, step.ratio)
+                self.asks = _TIMED if missing else _PLAYED
+        elif step.table is not None and len(seconds) == len(step.known.names):
             planned = step.table.plan
-            if abs(stalls - sum(stall.seconds for stall in planned.stalls)) > _DRIFT * planned.seconds:
-                self._since_plan = 0
-                repertoire.drift(known, step.ratio, seconds, out, back)
+            surprise = abs(stalls - sum(stall.seconds for stall in planned.stalls))
+            if step.known.guessed or surprise > _DRIFT * planned.seconds:
+                repertoire.drift(step.known, step.ratio, seconds, out, back)
