@@ -17,8 +17,8 @@ class StepUnderWay:
     """A step that goes on, or has ended.
 
     known, ratio, table: what it is taken for, how long it is, and what it plays; None while nothing suits.
-    undecided: the last event may show what it is: the first, the first block, the eighth, and one that its kind does
-    not have.
+    undecided: the last event may show what it is: the first, the first block, the eighth, and one that its kind
+    does not have.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
     has used since its last layer began. peak: the most bytes of all that was allocated at a time. exact: whether
     memory is told with all that comes and goes.
