@@ -144,6 +144,8 @@ class StepEnd:
 class Memory:
     """What is allocated on the device, by whomever, in bytes: now, and at most since the last answer was done.
 
+    reserved: what torch's pool has of the device, with what lies unused in it; 0 where that is not known.
+
     Told right before each other event but StepMeasured, HostPressure and Refused. Of that event's blocks, those
     that are saved are allocated already, and those that are dropped are freed. What came and went in between counts
     where torch's own peak has risen.
@@ -151,6 +153,7 @@ class Memory:
 
     device: int
     peak: int
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from .base import (
     Used,
 )
 from .lru import LRUPolicy
+from .planning.bound import BudgetTooSmall
 from .planning.link import Link
 from .planning.names import Name
 from .planning.repertoire import Repertoire
@@ -59,6 +60,9 @@ class PlannedPolicy:
     costs time and keeps the budget.
 
     budget: bytes of the device for everything, an int or a string such as "60GiB".
+    fragments: of these, what lies unused in torch's pool. When a step has been recorded it is what the pool had
+        beyond that step's peak, but at least half of `fragments`, and at most twice as much, because torch gives
+        free memory back before it runs out. None: the budget is for what is allocated.
     link: the rates of copies.
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
@@ -74,12 +78,18 @@ class PlannedPolicy:
         budget: int | str,
         link: Link,
         *,
+        fragments: int | None = None,
         slowdown: float | None = None,
         host_bytes: int | str | None = None,
     ) -> None:
-        if slowdown is not None and slowdown < 0:
+        if slowdown is not None and not slowdown >= 0:
             raise ValueError(f"slowdown is a share of a step's time and at least 0, not {slowdown}")
-        self._budget = parse_bytes(budget)
+        self._given = parse_bytes(budget)
+        self._fragments = fragments
+        self._highest = 0  # peak of the recorded steps
+        self._budget = self._given - (fragments or 0)
+        if self._budget < 1:
+            raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         host = None if host_bytes is None else parse_bytes(host_bytes)
         self._repertoire = Repertoire(self._budget, link, host, slowdown)
         self._residence = Residence()
@@ -102,12 +112,13 @@ class PlannedPolicy:
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
-            case Memory(_, peak):
+            case Memory(_, peak, reserved):
                 self._memory = event
                 if self._step is not None:
                     self._step.exact = type(event) is ExactMemory
                     self._step.recording.most(peak - self._residence.own)
                     self._step.peak = max(self._step.peak, peak)
+                    self._step.reserved = max(self._step.reserved, reserved)
             case StepBegin(step):
                 self._begin(step)
             case StepEnd():
@@ -141,6 +152,10 @@ class PlannedPolicy:
         self._ended[step.number] = step
         if step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
+        if step.exact and step.reserved and self._fragments is not None:
+            self._highest = max(self._highest, step.peak)
+            unused = step.reserved - self._highest
+            self._leave_out(max(self._fragments // 2, min(unused, 2 * self._fragments)))
         self.asks = _TIMED if self._untimed >= _PATIENCE - 1 else _PLAYED
         if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
@@ -150,10 +165,14 @@ class PlannedPolicy:
         if self._strays <= _STRAYS or step % _PATIENCE == 0:
             self.asks = _RECORDED
 
+    def _leave_out(self, fragments: int) -> None:
+        """So many bytes of what was given are not to be used."""
+        self._budget = max(1, self._given - fragments)
+        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._overruns)))
+
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
-        self._repertoire.budget = int(self._budget * max(0.0, 1 - _MARGIN * self._overruns))
-        self._repertoire.forget_plans()
+        self._leave_out(self._given - self._budget)
         if self._overruns >= 3:
             _log.warning(
                 "a step took %s where the budget is %s, for the %d. time: a larger budget would be kept",
@@ -253,7 +272,13 @@ class PlannedPolicy:
         repertoire, recording = self._repertoire, step.recording
         if step.known is None or step.deviates:
             if step.exact and recording.regular and not repertoire.same(recording):
-                repertoire.add(recording, seconds, step.known, step.ratio)
+                try:
+                    repertoire.add(recording, seconds, step.known, step.ratio)
+                except BudgetTooSmall as error:
+                    if self._fragments is None or error.floor > self._given:
+                        raise
+                    self._leave_out(self._given - error.floor)  # it did run
+                    repertoire.add(recording, seconds, step.known, step.ratio)
                 self.asks = _TIMED if missing else _PLAYED
         elif step.table is not None and len(seconds) == len(step.known.names):
             planned = step.table.plan

@@ -147,7 +147,9 @@ class Repertoire:
                 if other is not known:
                     other.tables.clear()
 
-    def forget_plans(self) -> None:
+    def replan(self, budget: int) -> None:
+        """From now on plans are made for this budget."""
+        self.budget = budget
         for known in self._known:
             known.tables.clear()
 

@@ -20,8 +20,8 @@ class StepUnderWay:
     undecided: the last event may show what it is: the first, the first block, the eighth, and one that its kind
     does not have.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
-    has used since its last layer began. peak: the most bytes of all that was allocated at a time. exact: whether
-    memory is told with all that comes and goes.
+    has used since its last layer began. peak, reserved: the most bytes of all that was allocated at a time, and
+    that torch's pool had. exact: whether memory is told with all that comes and goes.
     """
 
     number: int
@@ -34,6 +34,7 @@ class StepUnderWay:
     sizes: list[int] = field(default_factory=list)
     in_use: set[int] = field(default_factory=set)
     peak: int = 0
+    reserved: int = 0
     exact: bool = False
     undecided: bool = False
     _parted: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -46,6 +47,7 @@ from tiered_mem.policies import (
     Used,
 )
 from tiered_mem.policies.planning import BudgetTooSmall, Link, plan
+from tiered_mem.policies.planning.bound import floor
 
 
 def gpt(layers: int = 6, size: int = 64 * MIB, seconds: float = 2e-3) -> Step:
@@ -119,6 +121,28 @@ def test_where_everything_fits_nothing_moves() -> None:
     assert moved(machine.run(step)) == []
     machine = Machine(PlannedPolicy(5 * full, LINK), LINK)
     assert moved(machine.run(step)) == []
+
+
+@pytest.mark.parametrize(("found", "left_out"), [(0, 100), (150, 150), (10_000, 400)])
+def test_what_lies_unused_in_the_pool_is_measured_and_left_out(found: int, left_out: int) -> None:
+    step = gpt(layers=12, size=16 * MIB)
+    budget = budget_between(profile(step), 0.4)
+    given = budget + left_out * MIB
+    machine = Machine(PlannedPolicy(given, LINK, fragments=200 * MIB), LINK, fragments=found * MIB)
+    machine.run(step)
+    outcome = machine.run(step)
+    assert outcome.peak == plan(profile(step), budget, LINK).peak
+
+
+def test_without_a_number_what_ran_once_goes_on() -> None:
+    """The floor is within what the device has, and fragments would not leave as much."""
+    step = gpt()
+    least = floor(profile(step).moments)[0]
+    machine = Machine(PlannedPolicy(least + MIB, LINK, fragments=20 * MIB), LINK)
+    machine.run(step)
+    assert machine.run(step).peak == least
+    with pytest.raises(BudgetTooSmall):
+        Machine(PlannedPolicy(least - MIB, LINK, fragments=20 * MIB), LINK).run(step)
 
 
 def test_it_asks_for_times_until_it_knows_a_step_and_now_and_then() -> None:
@@ -426,7 +450,7 @@ def test_without_word_of_memory_it_goes_on_as_it_began() -> None:
     assert StepMeasured in policy.asks
 
 
-@pytest.mark.parametrize(("budget", "slowdown"), [(0, None), ("much", None), (1, -0.1)])
+@pytest.mark.parametrize(("budget", "slowdown"), [(0, None), ("much", None), (1, -0.1), (1, math.nan)])
 def test_wrong_arguments_are_refused(budget: int | str, slowdown: float | None) -> None:
     with pytest.raises(ValueError, match=r"size|slowdown"):
         PlannedPolicy(budget, LINK, slowdown=slowdown)

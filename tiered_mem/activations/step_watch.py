@@ -66,12 +66,12 @@ class StepWatch:
         """What is allocated on the device, and the most since the last event was answered, for who asks for it."""
         if Memory not in asks and ExactMemory not in asks:
             return None
-        allocated, peak = self._device.allocated_and_peak()
+        allocated, peak, reserved = self._device.memory()
         if self._exact:
-            return ExactMemory(allocated, peak)
+            return ExactMemory(allocated, peak, reserved)
         most = peak if peak > self._highest else allocated
         self._highest = peak
-        return Memory(allocated, most)
+        return Memory(allocated, most, reserved)
 
     def answered(self, asks: Collection[type[Any]]) -> None:
         """What the policy has answered to an event is done, and now it asks for these."""
