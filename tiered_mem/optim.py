@@ -7,6 +7,7 @@ default manager's pool (see `tiered_mem.configure`).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from .manager import TieringManager
 _ARGUMENTS = ("bucket_bytes", "residency", "separable")
 
 
-def tiered(optimizer_class: type[Optimizer], *, manager: TieringManager | None = None) -> type[Optimizer]:
+def tiered(
+    optimizer_class: type[Optimizer], *, manager: Callable[[], TieringManager] = default_manager
+) -> type[Optimizer]:
     """A class whose making returns a TieredOptimizer over an optimizer of the class that is given.
 
     It takes the arguments of that class, and of `register_optimizer` `bucket_bytes`, `residency` and `separable`.
     It is a subclass of that class for those who ask for one. What it returns is no instance of it.
 
-    manager: None is the default manager, from its first use on.
+    manager: gives the manager, when an optimizer is made.
 
     Raises TypeError for what is no class of optimizers, or is made by this.
     """
@@ -36,7 +39,7 @@ def tiered(optimizer_class: type[Optimizer], *, manager: TieringManager | None =
 
     def make(kind: type, *arguments: Any, **options: Any) -> Optimizer:
         own = {name: options.pop(name) for name in _ARGUMENTS if name in options}
-        return (manager or default_manager()).register_optimizer(optimizer_class(*arguments, **options), **own)
+        return manager().register_optimizer(optimizer_class(*arguments, **options), **own)
 
     return type(
         optimizer_class.__name__,

@@ -25,7 +25,7 @@ def test_making_one_gives_a_tiered_optimizer_that_is_bit_equal(device: str, mana
     model, x = small_stack(2, device)
     expected = train(torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), model, x)
     model, x = small_stack(2, device)
-    kind = optim.tiered(torch.optim.AdamW, manager=manager)
+    kind = optim.tiered(torch.optim.AdamW, manager=lambda: manager)
     optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1, bucket_bytes="1KiB", residency="host")
     assert isinstance(optimizer, TieredOptimizer)
     assert not optimizer.at_once
@@ -59,4 +59,4 @@ def test_what_is_no_class_of_optimizers_is_refused(kind: object) -> None:
 def test_the_error_of_the_optimizer_is_the_users_to_see(device: str, manager: TieringManager) -> None:
     model, _ = small_stack(1, device)
     with pytest.raises(ValueError, match="Invalid learning rate"):
-        optim.tiered(torch.optim.AdamW, manager=manager)(model.parameters(), lr=-1.0)
+        optim.tiered(torch.optim.AdamW, manager=lambda: manager)(model.parameters(), lr=-1.0)
