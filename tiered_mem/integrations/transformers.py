@@ -141,9 +141,8 @@ def _replace(prepared: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def _other_offloaders(args: TrainingArguments) -> list[str]:
     """The settings by which transformers, TRL or accelerate offload by themselves."""
-    checkpointing = args.activation_checkpointing_kwargs or {}
-    # It is a dictionary whatever was given, a path too, if FSDP is on.
-    fsdp = args.fsdp_config if args.fsdp and isinstance(args.fsdp_config, dict) else {}
+    checkpointing = _read(args.activation_checkpointing_kwargs)
+    fsdp = _read(args.fsdp_config) if args.fsdp else {}
     settings = {
         "activation_offloading=True": getattr(args, "activation_offloading", False),  # TRL's
         'activation_checkpointing_kwargs={"offload": True}': checkpointing.get("offload"),
@@ -151,3 +150,8 @@ def _other_offloaders(args: TrainingArguments) -> list[str]:
         'fsdp_config={"activation_cpu_offload": True}': fsdp.get("activation_cpu_offload"),
     }
     return [setting for setting, on in settings.items() if on]
+
+
+def _read(setting: str | dict[str, Any] | None) -> dict[str, Any]:
+    """By the time of training transformers has read what was given as text or as a file."""
+    return setting if isinstance(setting, dict) else {}
