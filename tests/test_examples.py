@@ -65,6 +65,13 @@ def test_the_spilling_example(tmp_path: Path) -> None:
     assert re.search(r"kept, host tier full +0 blocks", printed)
 
 
+@pytest.mark.skipif(RACES, reason="tests/integrations have the detector look at the same, in less time")
+def test_the_trainer_example() -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    printed = run("examples/trainer_llama.py", "--steps", "2", "--layers", "3", "--length", "128")
+    assert "bit-equal losses and final weights: yes" in printed
+
+
 @pytest.mark.skipif(RACES, reason="test_module_phases.py has the detector look at the same, in less time")
 def test_the_phases_example() -> None:
     printed = run("examples/rl_phases.py", "--steps", "1")
