@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from emulator.tests.allocations import allocations
+from emulator.tests.allocations import allocations, trace
 from emulator.tests.hccl_training import RANK, Wrap, fsdp2, train
 from emulator.tests.llama import Llama
 
@@ -32,12 +32,12 @@ WAYS: dict[str, Wrap] = {"ddp": ddp, "fsdp2": fsdp2}
 def record(wrap: Wrap) -> dict[str, Any]:
     gc.collect()  # what the last one left would be freed at some time in this one
     torch.npu.reset_peak_memory_stats()
-    before = len(allocations())
+    before = len(trace())
     with ascend_emulator.record_timeline() as spans:
         train(Llama, wrap, "npu")
         torch.npu.synchronize()
     return {
-        "allocations": allocations()[before:],
+        "allocations": allocations(trace()[before:]),
         "peak": torch.npu.max_memory_allocated(),
         "timeline": spans,
         "now": ascend_emulator.now(),

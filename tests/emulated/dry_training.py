@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import ascend_emulator
 import torch
 from torch import Tensor, nn
 
-from emulator.tests.allocations import allocations
+from emulator.tests.allocations import allocations, trace
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
 
@@ -74,19 +75,26 @@ def scaled(model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-def record(train: Callable[[Any], None], model: Callable[[], nn.Module]) -> dict[str, Any]:
+def record(train: Callable[[], object]) -> dict[str, Any]:
+    """What a training did on the device, and when: in nanoseconds since it began."""
     torch.manual_seed(0)
     torch.npu.reset_peak_memory_stats()
-    before = len(allocations())
+    before, begin = len(trace()), ascend_emulator.now()
+
+    def since(seconds: float) -> int:
+        return round(1e9 * (seconds - begin))
+
     with ascend_emulator.record_timeline() as spans:
-        train(model())
+        train()
         torch.npu.synchronize()
-    torch.npu.empty_cache()
+    gc.collect()  # what lies in a cycle, as Mamba does
+    done = trace()[before:]
+    torch.npu.empty_cache()  # segment by segment, in the order of their streams' addresses: another in each run
     return {
-        "allocations": allocations()[before:],
+        "allocations": allocations(done),
         "peak": torch.npu.max_memory_allocated(),
-        "timeline": spans,
-        "now": ascend_emulator.now(),
+        "timeline": [(*span[:-2], since(span.start), since(span.end)) for span in spans],
+        "now": since(ascend_emulator.now()),
     }
 
 
@@ -119,7 +127,9 @@ if __name__ == "__main__":
     programs = {"plain": plain, "tiered": tiered, "scaled": scaled}
     models = {"GPT": gpt, "Llama": llama}
     found: dict[str, Any] = {
-        f"{how} {what}": record(train, model) for how, train in programs.items() for what, model in models.items()
+        f"{how} {what}": record(lambda train=train, model=model: train(model()))  # type: ignore[misc]
+        for how, train in programs.items()
+        for what, model in models.items()
     }
     if "large" in sys.argv:
         found["large"] = large()
