@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -27,7 +27,7 @@ class DeviceSlot:
 
 
 class Form(NamedTuple):
-    """The contiguous tensor that bytes are copied as, here and there. Who reads it needs no other view of them."""
+    """How a tensor lies in memory; `stride` is in elements. Bytes are copied as a contiguous one, on both sides."""
 
     nbytes: int
     dtype: torch.dtype
@@ -174,8 +174,10 @@ class HostTier:
 
     def release_all(self, slots: Iterable[HostSlot], event: Event) -> None:
         """Gives slots back that one copy was the last to use."""
-        for lease, slots_of in Counter([slot.lease for slot in slots]).items():
-            self._returning.append((lease, event, self._step, slots_of))
+        slots_of: dict[Lease, int] = {}
+        for slot in slots:
+            slots_of[slot.lease] = slots_of.get(slot.lease, 0) + 1
+        self._returning += [(lease, event, self._step, number) for lease, number in slots_of.items()]
 
     def poll(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
@@ -238,16 +240,7 @@ class HostTier:
         lease = Lease(region, slab, len(wanted))
         self._leases.add(lease)
         self._slots += len(wanted)
-        slots = []
-        start = region.ptr - slab.region.ptr
-        last: torch.dtype | None = None
-        for nbytes, dtype, shape, stride in wanted:
-            if dtype is not last:
-                last, elements = dtype, slab.elements(dtype)
-                first = elements.storage_offset()  # from which as_strided does not count
-            slots.append(HostSlot(elements.as_strided(shape, stride, first + start // dtype.itemsize), lease))
-            start += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return slots
+        return [HostSlot(tensor, lease) for tensor in slab.cut(region.ptr - slab.region.ptr, wanted)]
 
     def _slab_of(self, region: Region) -> _Slab:
         found = self._pool.slab(region)
@@ -275,6 +268,10 @@ def _room_for(wanted: Sequence[Form]) -> int:
     return sum([-(-size // ALIGNMENT) for size, *_ in wanted]) * ALIGNMENT
 
 
+# How many cuts a slab remembers, each of some tensors over its bytes.
+_MOST_CUTS = 512
+
+
 class _Slab:
     """A slab of the pool as torch sees it.
 
@@ -288,8 +285,27 @@ class _Slab:
         whole = bytes_of(region) if memory is None else memory
         self.pinned = memory is None and is_pinned(whole)
         self._elements = {torch.uint8: whole}
+        self._cuts: dict[int, tuple[Sequence[Form], list[torch.Tensor]]] = {}
 
-    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+    def cut(self, start: int, wanted: Sequence[Form]) -> list[torch.Tensor]:
+        """Tensors of these forms next to each other, each in whole units of the pool's, from the byte `start` on.
+
+        One step asks for what the step before has asked for: of each place the last cut is remembered.
+        """
+        forms, tensors = self._cuts.get(start, (None, []))
+        if forms != wanted:
+            tensors, at = [], start
+            for nbytes, dtype, shape, stride in wanted:
+                elements = self._of(dtype)
+                first = elements.storage_offset()  # from which as_strided does not count
+                tensors.append(elements.as_strided(shape, stride, first + at // dtype.itemsize))
+                at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            if len(self._cuts) >= _MOST_CUTS:
+                self._cuts.clear()
+            self._cuts[start] = wanted, tensors
+        return tensors
+
+    def _of(self, dtype: torch.dtype) -> torch.Tensor:
         """The slab's bytes as a 1-dimensional tensor."""
         known = self._elements.get(dtype)
         if known is None:

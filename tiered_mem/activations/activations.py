@@ -226,11 +226,10 @@ class PolicyActions:
         """Does what a policy has answered, or could have. Raises PolicyError before anything is done."""
         if not answer:
             return
-        find = self._blocks.find
         for kind, group in itertools.groupby(checked(self._policy, answer), type):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             keys = dict.fromkeys(map(_key, group))
-            blocks = [block for block in map(find, keys) if block is not None]
+            blocks = list(filter(None, map(self._blocks.find, keys)))
             self._do[kind](blocks)
             if self._watch is not None:
                 self._tell_refused(kind, blocks)
@@ -258,6 +257,7 @@ class PolicyActions:
 
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
+_INT = frozenset({int})
 _ON_REQUEST = frozenset(get_args(OnRequest))
 
 
@@ -269,6 +269,9 @@ def checked(policy: Policy, answer: object) -> list[Action]:
     if not isinstance(answer, Iterable):
         raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
     actions = list(answer)
+    # Each block that moves comes through here three times: what is right is seen without a loop in Python.
+    if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
+        return actions
     for action in actions:
         if type(action) not in _ACTIONS:
             raise PolicyError(f"{name} answered {action!r}, which is not an action")

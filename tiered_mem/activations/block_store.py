@@ -51,9 +51,9 @@ class BlockStore:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
         for saved, version in block.versions:
             if saved._version != version:
-                raise changed_tensor(view, view.origin)
+                raise changed_tensor(view.form, view.origin)
         if block.changed:
-            raise changed_tensor(view, view.origin)
+            raise changed_tensor(view.form, view.origin)
         if block.place is Place.DISK and self._spiller is not None:
             self._bring_up(block, self._spiller)
         if block.place is Place.HOST:
@@ -64,8 +64,8 @@ class BlockStore:
             raise Closed("the manager was closed before this backward, and the activations with it")
         if not block.left:
             return block.versions[view.number][0]
-        tensor, form = block.tensor, block.form
-        if view.shape != form.shape or view.stride != form.stride or view.dtype is not form.dtype:
+        tensor = block.tensor
+        if view.form is not block.form and view.form != block.form:
             tensor = view.of(tensor)
         ticket = block.ticket
         if ticket is not None and block.place is not Place.LEAVING:
@@ -157,7 +157,7 @@ class BlockStore:
         moves: list[tuple[Block, HostSlot, DeviceSlot]] = []
         stream, device = self._current_stream(), self._device.torch_device
         try:
-            with torch.inference_mode(False):  # backward needs tensors with a version, whoever asks for them
+            with _tensors_with_versions():  # backward needs them, whoever asks for them
                 for block in blocks:
                     if block.place is Place.HOST and block.host is not None:
                         _, dtype, shape, stride = block.form
@@ -298,3 +298,8 @@ class BlockStore:
         by_span = self.blocks.by_span
         if by_span.get(block.span) is block:
             del by_span[block.span]
+
+
+def _tensors_with_versions() -> contextlib.AbstractContextManager[object]:
+    """Inside, new tensors have versions. Leaving inference mode takes long, so it is left only where it is on."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
