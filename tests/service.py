@@ -8,7 +8,7 @@ import torch
 from tiered_mem import TieringManager
 from tiered_mem.activations.block import Block, View, origin_of
 from tiered_mem.allocators import SlabPool
-from tiered_mem.host_tier import Form
+from tiered_mem.host_slab import Form
 from tiered_mem.policies import Action, Event, LayerEnd
 
 NBYTES = 12 << 20  # above 10 MiB the caching allocator gives a tensor a segment of its own

@@ -18,8 +18,6 @@ from ..policies.base import (
     Event,
     Fetch,
     HostPressure,
-    LayerBegin,
-    LayerEnd,
     Memory,
     Offload,
     OnRequest,
@@ -39,6 +37,7 @@ from .block_store import BlockStore
 from .movable import Stayed
 from .spiller import Spiller
 from .step_watch import StepWatch
+from .traced_layers import TracedLayers
 
 # Saved and dropped blocks are told together, when so many bytes of them have come.
 _GATHERED_BYTES = 64 << 20
@@ -283,31 +282,3 @@ def checked(policy: Policy, answer: object) -> list[Action]:
 def advice(policy: Policy, nbytes: int) -> list[Action]:
     """What a policy lets go down to disk, so that so many bytes of host memory come free. Raises PolicyError."""
     return checked(policy, policy.decide(HostPressure(nbytes)))
-
-
-class TracedLayers:
-    """Gets the events that a policy gets, in their order, and tells the trace of those about layers."""
-
-    def __init__(self, trace: Trace, turn: Turn[Block]) -> None:
-        self._trace = trace
-        self._turn = turn
-        self._backward = -1
-
-    def tell(self, event: Event) -> None:
-        if isinstance(event, LayerBegin):
-            self._trace.layer_begins(event.graph, event.layer, backward=event.backward)
-            task = torch._C._current_graph_task_id()
-            if event.backward and task not in (-1, self._backward):
-                # Nothing but the engine knows when its last layer is through.
-                self._backward = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        elif isinstance(event, LayerEnd):
-            self._trace.layer_ends(event.graph, event.layer)
-
-    def saved(self, graph: int, layer: int, nbytes: int) -> None:
-        self._trace.saved(graph, layer, nbytes)
-
-    @uninterrupted
-    def _backward_ends(self) -> None:
-        with self._turn:
-            self._trace.backward_ends()

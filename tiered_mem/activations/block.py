@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from ..device import Device, Stream
-from ..host_tier import Form, HostSlot, Lease, flat_form
+from ..host_slab import Form, flat_form
+from ..host_tier import HostSlot, Lease
 from ..spill.disk_record import Record
 from ..spill.io_queue import Job
 from ..transfer import Ticket

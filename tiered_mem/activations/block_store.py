@@ -10,7 +10,8 @@ import torch
 
 from ..device import Device
 from ..errors import Closed, TierFull, changed_tensor
-from ..host_tier import DeviceSlot, Form, HostSlot, HostTier, groups
+from ..host_slab import Form
+from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
 from ..policies.base import Release, Spill
 from ..stats import Counters
 from .block import Block, Place, SavedBlocks, View
@@ -60,11 +61,10 @@ class BlockStore:
             if self._spiller is None or block not in self._spiller.wanted:
                 self._counters.reloads_on_demand += 1
             self.reload([block])
-        if block.tensor is None:
+        if (tensor := block.tensor) is None:
             raise Closed("the manager was closed before this backward, and the activations with it")
         if not block.left:
             return block.versions[view.number][0]
-        tensor = block.tensor
         if view.form is not block.form and view.form != block.form:
             tensor = view.of(tensor)
         ticket = block.ticket
@@ -157,7 +157,8 @@ class BlockStore:
         moves: list[tuple[Block, HostSlot, DeviceSlot]] = []
         stream, device = self._current_stream(), self._device.torch_device
         try:
-            with _tensors_with_versions():  # backward needs them, whoever asks for them
+            # Backward needs tensors with a version, whoever asks for them. To leave the mode takes long.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 for block in blocks:
                     if block.place is Place.HOST and block.host is not None:
                         _, dtype, shape, stride = block.form
@@ -246,10 +247,8 @@ class BlockStore:
                 for block in blocks:
                     self._give_slots([block])
             return
-        self._moves += [
-            (block, DeviceSlot(block.contents(), block.stream), slot)
-            for block, slot in zip(blocks, slots, strict=True)
-        ]
+        for block, slot in zip(blocks, slots, strict=True):
+            self._moves.append((block, DeviceSlot(block.contents(), block.stream), slot))
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:
@@ -298,8 +297,3 @@ class BlockStore:
         by_span = self.blocks.by_span
         if by_span.get(block.span) is block:
             del by_span[block.span]
-
-
-def _tensors_with_versions() -> contextlib.AbstractContextManager[object]:
-    """Inside, new tensors have versions. Leaving inference mode takes long, so it is left only where it is on."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
