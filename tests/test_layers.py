@@ -40,7 +40,7 @@ BELOW_SPILL = {"allocators", "errors", "sizes"}
 # tiered_mem/ from the bottom up: each file or package may import those of the rows above its own, and the leaves.
 ORDER = [
     ["arguments", "sizes", "interrupts", "stats", "wrappers"],
-    ["errors", "host_budget"],
+    ["errors", "host_budget", "host_slab"],
     ["spill", "turn"],
     ["device"],
     ["host_tier", "torch_memory", "trace"],
