@@ -95,6 +95,11 @@ class PlannedPolicy:
         """The bytes of blocks that it takes to be on the device."""
         return self._residence.resident
 
+    @property
+    def plans_spills(self) -> bool:
+        """Whether what goes to disk follows from the plan of the step that goes on."""
+        return self._step is not None and self._step.table is not None and self._step.table.disk is not None
+
     def check(self, num_layers: int) -> None:
         """Suits every model."""
 
@@ -166,7 +171,7 @@ class PlannedPolicy:
         # What is used now comes before all that is only due.
         actions: list[Action] = []
         if isinstance(event, Used):
-            if residence.place(event.key) is not Place.LEAVING:
+            if residence.place(event.key) not in (Place.LEAVING, Place.SINKING):
                 actions = residence.follow([Reload(event.key)])
             residence.use(event.key)
         if step is not None and isinstance(event, Saved) and step.undecided():
@@ -193,7 +198,8 @@ class PlannedPolicy:
                 if table.needed(event, block, own, others) > self._budget:
                     break
             step.returning.popleft()
-            coming = table.following(block, _FETCHED_AHEAD) if residence.any_at(Place.DISK) else ()
+            unplanned = table.disk is None and residence.any_at(Place.DISK)
+            coming = table.following(block, _FETCHED_AHEAD) if unplanned else ()
             fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
             actions += residence.follow([Reload(key), *fetched])
         return actions

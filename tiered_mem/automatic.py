@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 
 from .device import Device
+from .errors import TierFull
+from .measured_drive import measured_drive
 from .measured_link import measured
 from .policies import Link, PlannedPolicy
 from .sizes import format_bytes, parse_bytes
+from .spill.disk_tier import DiskTier
 
 _log = logging.getLogger("tiered_mem.automatic")
 
@@ -18,9 +21,13 @@ _MEASURED_BYTES = 16 << 20
 
 
 def planned_policy(
-    device: Device, device_budget: int | str | None, slowdown: float | None, host_bytes: int | None
+    device: Device,
+    device_budget: int | str | None,
+    slowdown: float | None,
+    host_bytes: int | None,
+    disk: DiskTier | None = None,
 ) -> PlannedPolicy:
-    """Measures the link, and makes the policy. Arguments and errors are those of TieringManager."""
+    """Measures the link and the drive, and makes the policy. Arguments and errors are those of TieringManager."""
     usable, total = device.usable_and_total()
     if total == 0:
         raise ValueError(f"policy='auto' needs a device that counts its memory, and {device.kind} does not")
@@ -37,4 +44,20 @@ def planned_policy(
         "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
         *(format_bytes(budget), speed.from_device, speed.to_device, 100 * both),
     )
-    return PlannedPolicy(budget, Link(out, back, both=both), slowdown=slowdown, host_bytes=host_bytes)
+    drive = None if disk is None else _drive(disk)
+    link = Link(out, back, both=both, drive=drive)
+    return PlannedPolicy(budget, link, slowdown=slowdown, host_bytes=host_bytes)
+
+
+def _drive(disk: DiskTier) -> Link | None:
+    """None, with a warning, where it cannot be measured."""
+    try:
+        drive = measured_drive(disk)
+    except (TierFull, OSError) as error:
+        _log.warning("what goes to disk is not planned, but decided when the host is full: %s", error)
+        return None
+    _log.info(
+        "the drive writes %.1f GB/s and reads %.1f GB/s, and %.0f %% of these together; it answers in %.0f us",
+        *(drive.out / 1e9, drive.back / 1e9, 100 * drive.both, 1e6 * drive.latency),
+    )
+    return drive

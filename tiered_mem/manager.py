@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from .activations.activations import Activations, advice
+from .activations.activations import Activations, advice, plans_spills
 from .activations.attachment import Attachment
 from .activations.block_copies import BlockCopies
 from .activations.block_store import BlockStore
@@ -130,7 +130,8 @@ class TieringManager:
             self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
             undo.callback(self._host.drop)
             if policy == "auto":
-                made = planned_policy(self.device, device_budget, slowdown, self._host.pool_stats().capacity)
+                capacity = self._host.pool_stats().capacity
+                made = planned_policy(self.device, device_budget, slowdown, capacity, self._disk)
             self._policy = cast(Policy, made)
             now = time.perf_counter if self._disk is None else self._disk.now
             self._trace = Trace(self.device, now=now) if trace else None
@@ -140,7 +141,8 @@ class TieringManager:
             self._engine = TransferEngine(self.device, stream, self._trace)
             self._counters = Counters()
             spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
-            room = HostRoom(self._host, spiller, partial(advice, self._policy), self._counters, self._trace)
+            ask, planned = partial(advice, self._policy), partial(plans_spills, self._policy)
+            room = HostRoom(self._host, spiller, ask, planned, self._counters, self._trace)
             copies = BlockCopies(self._host, self._engine, self._counters)
             self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
             self._turn = Turn(self._store.drop, self._interrupts)

@@ -142,7 +142,7 @@ class Repertoire:
         if self.link.drive is None or self._host_bytes is None:
             return None
         try:
-            return plan_disk(profile, first, self._host_bytes, self.link.drive)
+            return plan_disk(profile, first, self._host_bytes, self.link, self.link.drive)
         except BudgetTooSmall as error:
             _log.info("what is spilled is decided when the host is full: %s", error)
             return None

@@ -393,7 +393,7 @@ def test_with_a_drive_spills_and_fetches_are_planned() -> None:
     assert spilled
     for key in spilled:
         kinds = [type(each) for each in answers if each.key == key]
-        assert kinds == [Offload, Release, Spill, Fetch, Reload]
+        assert kinds == [Offload, Spill, Release, Fetch, Reload]
 
 
 def test_a_slowdown_saves_memory() -> None:
