@@ -30,6 +30,7 @@ from .planning.link import Link
 from .planning.names import Name
 from .planning.repertoire import Repertoire
 from .planning.residence import Place, Residence
+from .planning.share import StatesShare
 from .planning.step import StepUnderWay
 from .planning.table import Table
 
@@ -57,6 +58,8 @@ class PlannedPolicy:
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
 
+    states: what is said of optimizer states that may have a part of the budget.
+
     Raises ValueError for a size below 1 byte and a slowdown below 0. `decide` raises BudgetTooSmall, once a step is
     measured, where no plan can keep the budget.
     """
@@ -75,7 +78,8 @@ class PlannedPolicy:
             raise ValueError(f"slowdown is a share of a step's time and at least 0, not {slowdown}")
         self._budget = parse_bytes(budget)
         host = None if host_bytes is None else parse_bytes(host_bytes)
-        self._repertoire = Repertoire(self._budget, link, host, slowdown)
+        self.states = StatesShare()
+        self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states)
         self._residence = Residence()
         self._memory: Memory | None = None
         self._step: StepUnderWay | None = None
@@ -96,6 +100,11 @@ class PlannedPolicy:
         return self._residence.resident
 
     @property
+    def _room(self) -> int:
+        """The budget, less what optimizer states have of it."""
+        return self._budget - self.states.kept
+
+    @property
     def plans_spills(self) -> bool:
         """Whether what goes to disk follows from the plan of the step that goes on."""
         return self._step is not None and self._step.table is not None and self._step.table.disk is not None
@@ -105,8 +114,10 @@ class PlannedPolicy:
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
-            case Memory(_, peak):
-                self._memory = event
+            case Memory(device, peak):
+                # What is kept of optimizer states is neither others' memory nor a part of the activations' budget.
+                peak -= self.states.kept
+                self._memory = Memory(device - self.states.kept, peak)
                 if self._step is not None:
                     self._step.recording.most(peak - self._residence.own)
                     self._step.peak = max(self._step.peak, peak)
@@ -141,8 +152,8 @@ class PlannedPolicy:
         self._measure = step.deviates or self._since_plan >= _PATIENCE
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
-        if step.table is not None and step.peak > self._budget:
-            self._overrun(step.peak)
+        if step.table is not None and step.peak > self._room:
+            self._overrun(step.peak + self.states.kept)
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
@@ -195,7 +206,7 @@ class PlannedPolicy:
             block = names.block(key)
             if residence.place(key) in (Place.HOST, Place.DISK):
                 own = residence.own + residence.nbytes(key)
-                if table.needed(event, block, own, others) > self._budget:
+                if table.needed(event, block, own, others) > self._room:
                     break
             step.returning.popleft()
             unplanned = table.disk is None and residence.any_at(Place.DISK)
@@ -215,12 +226,12 @@ class PlannedPolicy:
     def _learning(self, others: int | None) -> LRUPolicy:
         """What decides where there is no plan."""
         if self._lru is None:
-            self._lru = LRUPolicy(max(1, (self._budget - (others or 0)) // 2))
+            self._lru = LRUPolicy(max(1, (self._room - (others or 0)) // 2))
         return self._lru
 
     def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
         """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
-        over = self._residence.own + beside - self._budget
+        over = self._residence.own + beside - self._room
         return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
 
     def _spill(self, nbytes: int) -> list[Action]:

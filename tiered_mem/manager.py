@@ -35,7 +35,7 @@ from .interrupts import Interrupts, uninterrupted
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, Policy, policy_by_name
+from .policies import Action, PlannedPolicy, Policy, policy_by_name
 from .report import flatten, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
@@ -147,7 +147,10 @@ class TieringManager:
             self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
             self._turn = Turn(self._store.drop, self._interrupts)
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
-            self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)
+            share = self._policy.states if isinstance(self._policy, PlannedPolicy) else None
+            self._optimizers = RegisteredOptimizers(
+                self.device, self._engine, self._host, self._disk, self._turn, share
+            )
             self.activations = Activations(
                 self._turn,
                 self._policy,
@@ -222,6 +225,8 @@ class TieringManager:
             parameter alone is larger.
         residency: where the states rest between steps. "host" is pinned host memory. "disk" is the disk tier, by
             way of a few buckets of host memory. "device-until-offload" is the device, until `offload` is called.
+            "auto" is the host, up to half of what is free there, and then the disk, if there is one; with
+            policy="auto" as many stay on the device as make the step the shortest.
         separable: True says that a step does to each parameter what it would do if that were the only one. Then
             it is made bucket by bucket, after a trial. False is at once: all states come to the device for a step.
             None is bucket by bucket for torch's own optimizers but LBFGS, and at once for all others.

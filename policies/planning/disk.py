@@ -49,8 +49,8 @@ def plan_disk(profile: Profile, first: Plan, host_bytes: int, link: Link, drive:
 class _Places:
     """When the blocks that leave the device have places on the host.
 
-    offload, landed: the positions at which the copy to the host begins, and by which it has ended. reload, gone: the
-    same of the copy back; the same one twice for a block that is never used.
+    offload, landed: the positions at which the copy to the host begins, and by which it has ended. reload, gone:
+    the same of the copy back; one position twice for a block that is never used.
     """
 
     def __init__(self, profile: Profile, first: Plan) -> None:

@@ -224,7 +224,14 @@ def test_the_drive_is_planned_for_like_the_link(kind: str, seed: int) -> None:
     made = plan_disk(known, first, host, LINK, Link(5e9, 7e9, 0.7, 1e-4))
     assert made.plan.peak <= host * 15 // 16
     for b in first.release:
-        assert known.saved[b] <= made.offload[b] < first.release[b] < first.reload[b] <= made.reload[b] <= known.used[b]
+        assert (
+            known.saved[b]
+            <= made.offload[b]
+            < first.release[b]
+            < first.reload[b]
+            <= made.reload[b]
+            <= known.used[b]
+        )
     for b, k in made.spill.items():
         assert made.offload[b] < k < made.fetch[b] <= made.reload[b]
     everything = plan_disk(known, first, 2 * away, LINK, Link(5e9, 7e9))
