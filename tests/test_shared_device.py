@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 from tests.conftest import Link

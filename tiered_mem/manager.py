@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from .activations.activations import Activations, advice, plans_spills
+from .activations.activations import Activations, advice
 from .activations.attachment import Attachment
 from .activations.block_copies import BlockCopies
 from .activations.block_store import BlockStore
@@ -141,7 +141,7 @@ class TieringManager:
             self._engine = TransferEngine(self.device, stream, self._trace)
             self._counters = Counters()
             spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
-            ask, planned = partial(advice, self._policy), partial(plans_spills, self._policy)
+            ask, planned = partial(advice, self._policy), partial(getattr, self._policy, "plans_spills", False)
             room = HostRoom(self._host, spiller, ask, planned, self._counters, self._trace)
             copies = BlockCopies(self._host, self._engine, self._counters)
             self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)

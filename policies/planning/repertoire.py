@@ -93,6 +93,8 @@ class Repertoire:
 
     def table(self, known: Known, ratio: float, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
+        if self._states.total and self._states.target is None:
+            self.forget_plans()
         made = known.tables.get(ratio)
         if made is None:
             profile = known.profile if ratio == 1.0 else known.profile.scaled(ratio)

@@ -1,4 +1,4 @@
-"""A modelled training whose activations fit neither the device nor the host: spilled by plan, and under pressure."""
+"""Modelled trainings that fit neither the device nor the host, and share them by plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAINING = """
         return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)).bfloat16()
 
     def train(policy=None, **tiers):
-        # The last step's seconds, the peak of all but the first, the host's peak, and pressures in the planned steps.
+        # pressed: steps after the first in which the policy was told of pressure.
         model = nn.Sequential(*(block() for _ in range(LAYERS))).to("npu")
         x = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device="npu")
         pressed = []
@@ -156,7 +156,5 @@ def test_states_that_stay_make_steps_shorter_and_keep_the_budget(tmp_path: Path)
     for share in ("1.2", "0.85", "0.7"):
         host, auto = said[share]["host"], said[share]["auto"]
         assert max(auto["peak"], host["peak"]) <= said[share]["budget"]
-        assert auto["seconds"] <= 1.01 * host["seconds"]
-    assert said["1.2"]["auto"]["kept"] == said["1.2"]["auto"]["states"]
-    assert said["1.2"]["auto"]["seconds"] < 0.9 * said["1.2"]["host"]["seconds"]
-    assert said["0.85"]["auto"]["seconds"] < said["0.85"]["host"]["seconds"]
+        assert auto["kept"] == auto["states"]  # what has to leave in their place is hidden
+        assert auto["seconds"] < 0.95 * host["seconds"]

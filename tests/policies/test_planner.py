@@ -12,10 +12,12 @@ import pytest
 
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.play import Played
-from tests.policies.simulated.random_steps import KINDS, LINK, small_nested, small_pipeline
+from tests.policies.simulated.random_steps import KINDS, LINK, MIB, small_nested, small_pipeline
 from tests.policies.simulated.steps import Step, budget_between, profile
 from tiered_mem.policies.planning import BudgetTooSmall, Cause, Link, Plan, Profile, plan
+from tiered_mem.policies.planning.bound import floor
 from tiered_mem.policies.planning.disk import plan_disk
+from tiered_mem.policies.planning.share import states_to_keep
 from tiered_mem.policies.planning.repertoire import least_memory
 
 OPTIMA = json.loads((Path(__file__).parent / "simulated" / "optima.json").read_text())
@@ -259,3 +261,17 @@ def test_profiles_that_do_not_fit_together_are_refused(change: dict[str, Sequenc
 def test_links_that_cannot_be_are_refused(rates: tuple[float, float, float, float]) -> None:
     with pytest.raises(ValueError, match="a link has rates above 0"):
         Link(*rates)
+
+
+def test_states_stay_as_far_as_activations_do_not_miss_their_room() -> None:
+    known = profile(KINDS["nested"](3))
+    full = max(known.moments.full)
+    assert states_to_keep(known, full + 800 * MIB, LINK, 800 * MIB) == 800 * MIB
+    least, *_ = floor(known.moments)
+    assert states_to_keep(known, least, LINK, 800 * MIB) == 0
+    total = full - least
+    kept = [states_to_keep(known, budget, LINK, total) for budget in range(least, full, (full - least) // 12)]
+    assert kept[0] == 0 < kept[-1]
+    for budget, each in zip(range(least, full, (full - least) // 12), kept, strict=True):
+        best = plan(known, budget, LINK, attempts=3).seconds + total / LINK.out
+        assert plan(known, budget - each, LINK, attempts=3).seconds + (total - each) / LINK.out <= best

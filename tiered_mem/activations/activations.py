@@ -282,11 +282,6 @@ def advice(policy: Policy, nbytes: int) -> list[Action]:
     return checked(policy, policy.decide(HostPressure(nbytes)))
 
 
-def plans_spills(policy: Policy) -> bool:
-    """Whether a policy has planned for the step that goes on what goes down to disk."""
-    return bool(getattr(policy, "plans_spills", False))
-
-
 class TracedLayers:
     """Gets the events that a policy gets, in their order, and tells the trace of those about layers."""
 

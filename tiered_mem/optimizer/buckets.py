@@ -206,21 +206,13 @@ class Buckets:
             self.away = False
 
     def keep(self, nbytes: int) -> None:
-        """The first buckets of so many bytes stay on the device from the next step on; all others leave it now.
-
-        Raises what the residences raise.
-        """
+        """The first buckets of so many bytes stay on the device from the next step on; all others leave it now."""
         self.drop_prefetch()
         for bucket in self.all:
             bucket.stays = 0 < bucket.nbytes <= nbytes
             nbytes -= bucket.nbytes if bucket.stays else 0
         if self.away:
             self._offload([bucket for bucket in self.all if not bucket.stays])
-
-    @property
-    def staying(self) -> int:
-        """The bytes of those that are to stay."""
-        return sum(bucket.nbytes for bucket in self.all if bucket.stays)
 
     @property
     def kept(self) -> int:

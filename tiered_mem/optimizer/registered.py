@@ -12,7 +12,7 @@ import torch
 from ..device import Device
 from ..fixed_slots import Exclusive
 from ..host_tier import HostTier
-from ..policies.planning.share import StatesShare
+from ..policies import StatesShare
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
 from ..transfer import TransferEngine
@@ -55,7 +55,7 @@ class RegisteredOptimizers:
         self._all: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
         self._share = share
         self._sharing: weakref.WeakSet[States] = weakref.WeakSet()
-        self._shared: tuple[int, int] | None = None
+        self._shared: tuple[int | None, int, int] | None = None
         # An optimizer may die anywhere. Whoever calls next gives its memory back.
         self._forgotten: deque[States] = deque()
 
@@ -101,7 +101,9 @@ class RegisteredOptimizers:
     def free(self) -> None:
         """Frees the memory of optimizers that nobody has any more."""
         while self._forgotten:
-            self._forgotten.popleft().close()
+            states = self._forgotten.popleft()
+            self._sharing.discard(states)
+            states.close()
 
     def poll(self) -> None:
         """Goes on with files that can be written by now, and with what is to stay on the device or not any more.
@@ -111,21 +113,25 @@ class RegisteredOptimizers:
         if self._all:
             for optimizer in list(self._all):
                 optimizer.states.poll()
-            if self._share is not None:
-                self._share_device(self._share)
+        if self._share is not None:
+            self._share_device(self._share)
 
     def _share_device(self, share: StatesShare) -> None:
+        """Has as much stay as is planned, after each change of the plan or the states."""
         sharing = list(self._sharing)
+        now = share.target, sum(states.version for states in sharing), len(sharing)
+        if now == self._shared:
+            return
         total = sum(states.buckets.nbytes for states in sharing)
-        if total != share.total:
-            share.total, share.target = total, None if total > share.total else share.target
-        if self._shared != (share.planned, total):
-            left, done = share.planned, True
-            for states in sharing:
-                done &= states.keep(left)
-                left -= states.buckets.staying
-            self._shared = (share.planned, total) if done else None
+        if total > share.total:
+            share.target = None
+        share.total = total
+        left, done = share.planned, True
+        for states in sharing:
+            done &= states.keep(left)
+            left -= sum(bucket.nbytes for bucket in states.buckets.all if bucket.stays)
         share.kept = sum(states.buckets.kept for states in sharing)
+        self._shared = now if done else None
 
     def wait(self) -> None:
         """Waits until every file is written."""
