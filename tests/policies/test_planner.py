@@ -17,8 +17,8 @@ from tests.policies.simulated.steps import Step, budget_between, profile
 from tiered_mem.policies.planning import BudgetTooSmall, Cause, Link, Plan, Profile, plan
 from tiered_mem.policies.planning.bound import floor
 from tiered_mem.policies.planning.disk import plan_disk
-from tiered_mem.policies.planning.share import states_to_keep
 from tiered_mem.policies.planning.repertoire import least_memory
+from tiered_mem.policies.planning.share import states_to_keep
 
 OPTIMA = json.loads((Path(__file__).parent / "simulated" / "optima.json").read_text())
 SHARES = (0.0, 0.1, 0.35, 0.7)
