@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from emulator.tests.launch import EMULATOR, ROOT, run, write_script
-from emulator.tests.test_modelled_drives import offer
 from emulator.tests.timed import machine
+from tests.emulated.test_modelled_drives import offer
 
 TRAINING = """
     import json
