@@ -243,9 +243,10 @@ def test_with_a_drive_spills_and_fetches_are_planned() -> None:
 def test_optimizer_states_have_what_a_step_leaves_them_and_leave_for_a_longer_one() -> None:
     step = gpt()
     full = max(profile(step).moments.full)
-    policy, kept = PlannedPolicy(full + 200 * MIB, LINK), 200 * MIB
+    slow = Link(1e9, 1e9)  # activations that leave are waited for twice, and states that leave once
+    policy, kept = PlannedPolicy(full + 200 * MIB, slow), 200 * MIB
     policy.states.total = kept
-    machine = Machine(policy, LINK)
+    machine = Machine(policy, slow)
     machine.run(step)
     machine.run(step)
     assert policy.states.target == kept
