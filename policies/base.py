@@ -17,8 +17,8 @@ class Policy(Protocol):
     A policy is advice. The manager fetches a block that is needed whatever the policy said of it, and takes no
     notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
 
-    One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many. While
-    an attribute `plans_spills` is true, it is told of HostPressure only when nothing under way makes room.
+    One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
+    While an attribute `plans_spills` is true, it is told of HostPressure only when nothing under way makes room.
 
     What few need is told to those that ask: a policy may have an attribute `asks`, the types among `OnRequest` that
     it is to be told. It is read anew before each event. A policy that is told of what it does not know answers
