@@ -30,6 +30,7 @@ from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
 from .planned import PlannedPolicy
 from .planning.link import Link
+from .planning.share import StatesShare
 from .synchronization_dict import SynchronizationDictPolicy
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "Reload",
     "Saved",
     "Spill",
+    "StatesShare",
     "StepBegin",
     "StepEnd",
     "StepMeasured",

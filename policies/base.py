@@ -18,6 +18,7 @@ class Policy(Protocol):
     notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
 
     One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
+    While an attribute `plans_spills` is true, it is told of HostPressure only when nothing under way makes room.
 
     What few need is told to those that ask: a policy may have an attribute `asks`, the types among `OnRequest` that
     it is to be told. It is read anew before each event. A policy that is told of what it does not know answers
@@ -221,6 +222,7 @@ class Spill:
 class Fetch:
     """Begin to read a block that is on disk into host memory, so that a later Reload finds it there.
 
+    Where the host has no room for it, it is read as soon as there is some.
     Does nothing for a block that is elsewhere.
     """
 

@@ -32,6 +32,7 @@ from .planning.link import Link
 from .planning.names import Name
 from .planning.repertoire import Repertoire
 from .planning.residence import Place, Residence
+from .planning.share import StatesShare
 from .planning.step import StepUnderWay
 from .planning.table import Table
 
@@ -67,6 +68,8 @@ class PlannedPolicy:
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
 
+    states: what is said of optimizer states that may have a part of the budget.
+
     Raises ValueError for a size below 1 byte and a slowdown below 0. `decide` raises BudgetTooSmall, once a step is
     measured, where no plan can keep the budget.
     """
@@ -91,7 +94,8 @@ class PlannedPolicy:
         if self._budget < 1:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         host = None if host_bytes is None else parse_bytes(host_bytes)
-        self._repertoire = Repertoire(self._budget, link, host, slowdown)
+        self.states = StatesShare()
+        self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states)
         self._residence = Residence()
         self._memory: Memory | None = None
         self._step: StepUnderWay | None = None
@@ -107,18 +111,31 @@ class PlannedPolicy:
         """The bytes of blocks that it takes to be on the device."""
         return self._residence.resident
 
+    @property
+    def _room(self) -> int:
+        """The budget, less what optimizer states have of it."""
+        return self._budget - self.states.kept
+
+    @property
+    def plans_spills(self) -> bool:
+        """Whether what goes to disk follows from the plan of the step that goes on."""
+        return self._step is not None and self._step.table is not None and self._step.table.disk is not None
+
     def check(self, num_layers: int) -> None:
         """Suits every model."""
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
-            case Memory(_, peak, reserved):
-                self._memory = event
+            case Memory(device, peak, reserved):
+                # What is kept of optimizer states is neither others' memory nor a part of the activations' budget.
+                kept = self.states.kept
+                peak -= kept
+                self._memory = Memory(device - kept, peak)
                 if self._step is not None:
                     self._step.exact = type(event) is ExactMemory
                     self._step.recording.most(peak - self._residence.own)
                     self._step.peak = max(self._step.peak, peak)
-                    self._step.reserved = max(self._step.reserved, reserved)
+                    self._step.reserved = max(self._step.reserved, reserved - kept)
             case StepBegin(step):
                 self._begin(step)
             case StepEnd():
@@ -150,8 +167,8 @@ class PlannedPolicy:
         self._strays = self._strays + 1 if step.deviates else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
-        if step.table is not None and step.peak > self._budget:
-            self._overrun(step.peak)
+        if step.table is not None and step.peak > self._room:
+            self._overrun(step.peak + self.states.kept)
         if step.exact and step.reserved and self._fragments is not None:
             self._highest = max(self._highest, step.peak)
             unused = step.reserved - self._highest
@@ -196,7 +213,7 @@ class PlannedPolicy:
         # What is used now comes before all that is only due.
         actions: list[Action] = []
         if isinstance(event, Used):
-            if residence.place(event.key) is not Place.LEAVING:
+            if residence.place(event.key) not in (Place.LEAVING, Place.SINKING):
                 actions = residence.follow([Reload(event.key)])
             residence.use(event.key)
         if step is not None and step.undecided:
@@ -220,10 +237,11 @@ class PlannedPolicy:
             block = names.block(key)
             if residence.place(key) in (Place.HOST, Place.DISK):
                 own = residence.own + residence.nbytes(key)
-                if table.needed(event, block, own, others) > self._budget:
+                if table.needed(event, block, own, others) > self._room:
                     break
             step.returning.popleft()
-            coming = table.following(block, _FETCHED_AHEAD) if residence.any_at(Place.DISK) else ()
+            unplanned = table.disk is None and residence.any_at(Place.DISK)
+            coming = table.following(block, _FETCHED_AHEAD) if unplanned else ()
             fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
             actions += residence.follow([Reload(key), *fetched])
         return actions
@@ -240,12 +258,12 @@ class PlannedPolicy:
     def _learning(self, others: int | None) -> LRUPolicy:
         """What decides where there is no plan."""
         if self._lru is None:
-            self._lru = LRUPolicy(max(1, (self._budget - (others or 0)) // 2))
+            self._lru = LRUPolicy(max(1, (self._room - (others or 0)) // 2))
         return self._lru
 
     def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
         """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
-        over = self._residence.own + beside - self._budget
+        over = self._residence.own + beside - self._room
         return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
 
     def _spill(self, nbytes: int) -> list[Action]:

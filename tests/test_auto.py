@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +118,33 @@ def test_lengths_that_change_keep_the_budget(
         most = Peak(device_module)
         assert train(model, x, len(lengths), lengths) == expected
         assert most.read() <= budget + LARGEST  # as it is told of a block when that is there
+
+
+@pytest.mark.parametrize("share", [0.6, 0.35])
+def test_what_the_host_cannot_hold_goes_to_disk_by_plan(
+    device: str, plain: tuple[list[float], int, int], share: float, link: Link, tmp_path: Path
+) -> None:
+    losses, peak, floor = plain
+    budget = int(floor + 0.45 * (peak - floor))
+    link("1GB/s")
+
+    def run(host_bytes: int, folder: Path | None) -> dict[str, Any]:
+        model, x = make(device)
+        disk = {} if folder is None else {"spill_dir": folder, "spill_bytes": "64MiB"}
+        with (
+            TieringManager(
+                policy="auto", device_budget=budget, device=device, host_bytes=host_bytes, **disk
+            ) as manager,
+            manager.attach(model, min_bytes=4096),
+        ):
+            assert train(model, x) == losses
+            return dict(manager.stats())
+
+    leaves = run(32 << 20, None)["host.used.peak"]
+    stats = run(int(share * leaves), tmp_path)
+    assert stats["host.used.peak"] <= share * leaves
+    assert stats["spilled.bytes.total"] > STEPS * (1 - share) * leaves / 2
+    assert stats["kept.blocks.total"] == 0
 
 
 def test_a_plain_optimizer_that_takes_too_much_is_an_error_that_says_so(

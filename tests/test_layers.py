@@ -45,7 +45,7 @@ ORDER = [
     ["device"],
     ["host_tier", "torch_memory", "trace"],
     ["tiers", "transfer"],
-    ["measured_link"],
+    ["measured_drive", "measured_link"],
     ["automatic"],
     ["fixed_slots"],
     ["shelf"],

@@ -6,9 +6,12 @@ import logging
 
 from .arguments import with_methods
 from .device import Device
+from .errors import TierFull
+from .measured_drive import measured_drive
 from .measured_link import measured
 from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_name
 from .sizes import format_bytes, parse_bytes
+from .spill.disk_tier import DiskTier
 
 _log = logging.getLogger("tiered_mem.automatic")
 
@@ -34,21 +37,23 @@ class PolicyChoice:
                 "policy", policy_by_name(policy) if isinstance(policy, str) else policy, ("check", "decide")
             )
 
-    def on(self, device: Device, host_bytes: int | None) -> Policy:
-        """The policy for a device and so much host memory. For "auto" the link is measured."""
+    def on(self, device: Device, host_bytes: int | None, disk: DiskTier | None = None) -> Policy:
+        """The policy for a device and so much host memory. For "auto" the link is measured, and the drive."""
         usable, total = device.usable_and_total()
         if not isinstance(self._policy, str):
             return self._policy
         if self._policy != "auto":
             return policy_by_name(self._policy, device_bytes=int(_LRU * total) or None)
         if total:
-            return self._planned(device, usable, total, host_bytes)
+            return self._planned(device, usable, total, host_bytes, disk)
         if (self._device_budget, self._slowdown) != (None, None):
             raise ValueError(f"a device_budget needs a device that counts its memory, and {device.kind} does not")
         _log.info("%s counts no memory that could be planned for: policy='layer-order'", device.kind)
         return LayerOrderPolicy()
 
-    def _planned(self, device: Device, usable: int, total: int, host_bytes: int | None) -> PlannedPolicy:
+    def _planned(
+        self, device: Device, usable: int, total: int, host_bytes: int | None, disk: DiskTier | None
+    ) -> PlannedPolicy:
         budget = usable if self._device_budget is None else parse_bytes(self._device_budget)
         if budget > total:
             raise ValueError(
@@ -64,8 +69,22 @@ class PolicyChoice:
         )
         return PlannedPolicy(
             budget,
-            Link(out, back, both=both),
+            Link(out, back, both=both, drive=None if disk is None else _drive(disk)),
             fragments=int(_FRAGMENTS * total) if self._device_budget is None else None,
             slowdown=self._slowdown,
             host_bytes=host_bytes,
         )
+
+
+def _drive(disk: DiskTier) -> Link | None:
+    """None, with a warning, where it cannot be measured."""
+    try:
+        drive = measured_drive(disk)
+    except (TierFull, OSError) as error:
+        _log.warning("what goes to disk is not planned, but decided when the host is full: %s", error)
+        return None
+    _log.info(
+        "the drive writes %.1f GB/s and reads %.1f GB/s, and %.0f %% of these together; it answers in %.0f us",
+        *(drive.out / 1e9, drive.back / 1e9, 100 * drive.both, 1e6 * drive.latency),
+    )
+    return drive

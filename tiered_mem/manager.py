@@ -34,7 +34,7 @@ from .interrupts import Interrupts, uninterrupted
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, Policy
+from .policies import Action, PlannedPolicy, Policy
 from .report import flatten, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
@@ -126,7 +126,7 @@ class TieringManager:
                 undo.callback(self._disk.close)
             self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
             undo.callback(self._host.drop)
-            self._policy = choice.on(self.device, self._host.pool_stats().capacity)
+            self._policy = choice.on(self.device, self._host.pool_stats().capacity, self._disk)
             now = time.perf_counter if self._disk is None else self._disk.now
             self._trace = Trace(self.device, now=now) if trace else None
             if self._trace is not None and self._disk is not None:
@@ -135,12 +135,16 @@ class TieringManager:
             self._engine = TransferEngine(self.device, stream, self._trace)
             self._counters = Counters()
             spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
-            room = HostRoom(self._host, spiller, partial(advice, self._policy), self._counters, self._trace)
+            ask, planned = partial(advice, self._policy), partial(getattr, self._policy, "plans_spills", False)
+            room = HostRoom(self._host, spiller, ask, planned, self._counters, self._trace)
             copies = BlockCopies(self._host, self._engine, self._counters)
             self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
             self._turn = Turn(self._store.drop, self._interrupts)
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
-            self._optimizers = RegisteredOptimizers(self.device, self._engine, self._host, self._disk, self._turn)
+            share = self._policy.states if isinstance(self._policy, PlannedPolicy) else None
+            self._optimizers = RegisteredOptimizers(
+                self.device, self._engine, self._host, self._disk, self._turn, share
+            )
             self.activations = Activations(
                 self._turn,
                 self._policy,
@@ -215,6 +219,8 @@ class TieringManager:
             parameter alone is larger.
         residency: where the states rest between steps. "host" is pinned host memory. "disk" is the disk tier, by
             way of a few buckets of host memory. "device-until-offload" is the device, until `offload` is called.
+            "auto" is the host, up to half of what is free there, and then the disk, if there is one; with
+            policy="auto" as many stay on the device as make the step the shortest.
         separable: True says that a step does to each parameter what it would do if that were the only one. Then
             it is made bucket by bucket, after a trial. False is at once: all states come to the device for a step.
             None is bucket by bucket for torch's own optimizers but LBFGS, and at once for all others.

@@ -88,6 +88,11 @@ class Shelf:
         self.refusal = ""
 
     @property
+    def to_disk(self) -> bool:
+        """Whether there is a disk behind it."""
+        return self._disk is not None
+
+    @property
     def kept(self) -> int:
         """How many parcels are in host memory because the disk did not take them."""
         return len(self._that_are(ParcelState.KEPT))

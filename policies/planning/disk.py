@@ -2,37 +2,131 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+
+from .bound import BudgetTooSmall
 from .link import Link
 from .plan import DiskPlan, Plan
 from .planner import plan
 from .profile import Profile
 
+# Of the host's bytes, what is kept for slots that are free by the plan, and that nobody has taken back yet.
+_SPARE = 1 / 16
+# How many times longer than it takes a copy is given that is begun as late as can be.
+_LEAD = 1.5
 
-def plan_disk(profile: Profile, first: Plan, host_budget: int, drive: Link) -> DiskPlan:
-    """Plans the drive for a step whose plan for the device is `first`.
 
-    To the drive the host is what the device is to the link: a block is there from its offload to the end of its
-    reload, which is at the latest its use, and is needed there at its reload. Nothing else takes room. The times
-    are those of the first plan, with its stalls.
+def plan_disk(profile: Profile, first: Plan, host_bytes: int, link: Link, drive: Link) -> DiskPlan:
+    """Plans the drive for a step whose plan for the device is `first`, over that link.
 
-    host_budget: bytes; what is under way needs room too, an eighth of it. Raises BudgetTooSmall where the host
-    cannot hold what is on its way out.
+    To the drive the host is what the device is to the link. A block has a place there from its offload on, can be
+    written when that copy has ended, has to be there again when its reload begins, and leaves when that has ended.
+    The times are those of the first plan, with its stalls.
+
+    A copy that has to wait for its link needs no place meanwhile. So each is put off: until the link is about to
+    come to it, which costs no time; or, where the host is too small or the drive too slow for that, until it would
+    be late. The faster of the two counts.
+
+    host_bytes: what the host has. Raises BudgetTooSmall where it cannot even hold what is being copied.
     """
-    seconds = list(profile.seconds)
-    for stall in first.stalls:
-        seconds[max(0, stall.position - 1)] += stall.seconds
-    leaving = sorted(first.release)
-    positions = len(seconds)
-    second = Profile(
-        seconds,
-        [0] * positions,
-        [profile.nbytes[b] for b in leaving],
-        [profile.saved[b] for b in leaving],
-        [first.reload[b] for b in leaving],
-        [min(profile.used[b] + 1, positions) for b in leaving],
-        [first.reload[b] for b in leaving],
-    )
-    made = plan(second, host_budget - host_budget // 8, drive)
-    return DiskPlan(
-        {leaving[i]: k for i, k in made.release.items()}, {leaving[i]: k for i, k in made.reload.items()}, made
-    )
+    places = [_soon(profile, first, link), _late(profile, first, link)]
+    made: list[DiskPlan] = []
+    refused: list[BudgetTooSmall] = []
+    for each in places:
+        try:
+            made.append(each.planned(profile, first, host_bytes - int(host_bytes * _SPARE), drive))
+        except BudgetTooSmall as error:
+            refused.append(error)
+        else:
+            if not made[-1].plan.stalls:
+                break
+    if not made:
+        raise refused[-1]
+    return min(made, key=lambda disk: disk.plan.seconds)
+
+
+class _Places:
+    """When the blocks that leave the device have places on the host.
+
+    offload, landed: the positions at which the copy to the host begins, and by which it has ended. reload, gone:
+    the same of the copy back; one position twice for a block that is never used.
+    """
+
+    def __init__(self, profile: Profile, first: Plan) -> None:
+        seconds = list(profile.seconds)
+        for stall in first.stalls:
+            seconds[max(0, stall.position - 1)] += stall.seconds
+        self.seconds = seconds
+        self.at = [0.0, *accumulate(seconds)]
+        self.offload: dict[int, int] = {}
+        self.landed: dict[int, int] = {}
+        self.reload: dict[int, int] = {}
+        self.gone: dict[int, int] = {}
+        for b in first.release:
+            if profile.used[b] == profile.dropped[b]:
+                self.reload[b] = self.gone[b] = profile.dropped[b]
+
+    def before(self, at: float) -> int:
+        """The last position that comes by then."""
+        return bisect_right(self.at, at) - 1
+
+    def planned(self, profile: Profile, first: Plan, budget: int, drive: Link) -> DiskPlan:
+        positions = len(self.seconds)
+        blocks = sorted(self.landed, key=self.landed.__getitem__)
+        change = [0] * (positions + 1)
+        for b in blocks:
+            change[self.offload[b]] += profile.nbytes[b]
+            change[self.landed[b]] -= profile.nbytes[b]
+        second = Profile(
+            self.seconds,
+            list(accumulate(change))[:positions],
+            [profile.nbytes[b] for b in blocks],
+            [self.landed[b] for b in blocks],
+            [self.reload[b] for b in blocks],
+            [self.gone[b] for b in blocks],
+            [self.reload[b] for b in blocks],
+        )
+        made = plan(second, budget, drive)
+        fetch = {blocks[i]: k for i, k in made.reload.items() if second.used[i] < second.dropped[i]}
+        return DiskPlan(self.offload, self.reload, {blocks[i]: k for i, k in made.release.items()}, fetch, made)
+
+
+def _soon(profile: Profile, first: Plan, link: Link) -> _Places:
+    """Each copy is issued while the one before it on the link is under way."""
+    places = _Places(profile, first)
+    at = places.at
+    free = 0.0
+    for b in sorted(first.release):
+        seconds = profile.nbytes[b] / link.out + link.latency
+        begin = max(at[profile.saved[b]], free)
+        free = begin + seconds
+        release = first.release[b]
+        places.offload[b] = min(max(profile.saved[b], places.before(begin - seconds)), release - 1)
+        places.landed[b] = min(max(bisect_left(at, free), places.offload[b] + 1), release)
+    free = 0.0
+    for b in sorted(first.reload.keys() - places.gone, key=lambda b: (first.reload[b], profile.used[b])):
+        seconds = profile.nbytes[b] / link.back + link.latency
+        begin = max(at[first.reload[b]], free)
+        free = min(begin + seconds, at[profile.used[b]])
+        places.reload[b] = min(max(first.reload[b], places.before(begin - seconds)), profile.used[b])
+        places.gone[b] = min(max(bisect_left(at, free), places.reload[b] + 1), len(places.seconds))
+    return places
+
+
+def _late(profile: Profile, first: Plan, link: Link) -> _Places:
+    """Each copy is issued when a somewhat slower link would just be in time."""
+    places = _Places(profile, first)
+    at = places.at
+    free = float("inf")
+    for b in sorted(first.release, key=first.release.__getitem__, reverse=True):
+        free = min(free, at[first.release[b]]) - _LEAD * (profile.nbytes[b] / link.out + link.latency)
+        places.offload[b] = min(max(profile.saved[b], places.before(free)), first.release[b] - 1)
+        places.landed[b] = first.release[b]
+    free = float("inf")
+    for b in sorted(first.reload.keys() - places.gone, key=profile.used.__getitem__, reverse=True):
+        used = profile.used[b]
+        free = min(free, at[used]) - _LEAD * (profile.nbytes[b] / link.back + link.latency)
+        places.reload[b] = min(max(first.reload[b], places.before(free)), used)
+        places.gone[b] = min(used + 1, len(places.seconds))
+    return places

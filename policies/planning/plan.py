@@ -46,12 +46,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """Which of the blocks that leave the device go on to disk.
+    """What becomes of the blocks that leave the device, where the host cannot hold them all.
 
-    spill: by block, the position by which its file must be complete. fetch: the position at which to begin to read
-    it. plan: the second plan, whose blocks are `blocks` of the first.
+    offload, reload: the positions at which the copies to the host and back begin: not before, and not after, those
+        of the first plan. spill: of what goes on to disk, the position by which its file must be complete. fetch:
+        the position at which to begin to read it; none for a block that nobody uses. plan: the second plan.
     """
 
+    offload: Mapping[int, int]
+    reload: Mapping[int, int]
     spill: Mapping[int, int]
     fetch: Mapping[int, int]
     plan: Plan

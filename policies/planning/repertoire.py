@@ -16,6 +16,7 @@ from .plan import DiskPlan, Plan
 from .planner import plan
 from .profile import Profile
 from .recording import Recording
+from .share import StatesShare, states_to_keep
 from .table import Table
 
 _log = logging.getLogger("tiered_mem.policies")
@@ -53,13 +54,18 @@ class Repertoire:
     """The last four kinds of steps. Plans them, for any length, with the same budget and link.
 
     host_bytes: what the host tier holds; None plans nothing for the drive below it.
+    states: optimizer states that may have a part of the budget. The target falls with each kind of step that would
+    rather have it, and rises only with their total, so that they do not come and go with the steps.
     """
 
-    def __init__(self, budget: int, link: Link, host_bytes: int | None, slowdown: float | None) -> None:
+    def __init__(
+        self, budget: int, link: Link, host_bytes: int | None, slowdown: float | None, states: StatesShare
+    ) -> None:
         self.budget = budget
         self.link = link
         self._host_bytes = host_bytes
         self._slowdown = slowdown
+        self._states = states
         self._known: list[Known] = []  # the one that was used last comes last
 
     def __len__(self) -> int:
@@ -104,6 +110,8 @@ class Repertoire:
 
     def table(self, known: Known, ratio: float, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
+        if self._states.total and self._states.target is None:
+            self.replan(self.budget)
         made = known.tables.get(ratio)
         if made is None:
             profile = known.profile if ratio == 1.0 else known.profile.scaled(ratio)
@@ -114,6 +122,7 @@ class Repertoire:
                 if strict:
                     raise named from None
                 _log.warning("a step of %.2f times the recorded size may run out of memory: %s", ratio, named)
+                self._states.target = 0
                 first = plan(profile, error.floor, self.link)
             made = Table(profile, first, self._disk(profile, first), known.names, known.blocks)
             known.tables[ratio] = made
@@ -155,15 +164,22 @@ class Repertoire:
             known.tables.clear()
 
     def _plan(self, profile: Profile) -> Plan:
+        states = self._states
+        if states.total and states.target != 0:
+            keep = states_to_keep(profile, self.budget, self.link, states.total)
+            if states.target is None or keep < states.target:
+                states.target = keep
+                self.replan(self.budget)
+        budget = self.budget - states.planned
         if self._slowdown is None:
-            return plan(profile, self.budget, self.link)
-        return least_memory(profile, self.budget, self.link, self._slowdown)
+            return plan(profile, budget, self.link)
+        return least_memory(profile, budget, self.link, self._slowdown)
 
     def _disk(self, profile: Profile, first: Plan) -> DiskPlan | None:
         if self.link.drive is None or self._host_bytes is None:
             return None
         try:
-            return plan_disk(profile, first, self._host_bytes, self.link.drive)
+            return plan_disk(profile, first, self._host_bytes, self.link, self.link.drive)
         except BudgetTooSmall as error:
             _log.info("what is spilled is decided when the host is full: %s", error)
             return None

@@ -10,21 +10,30 @@ from ..base import Action, Fetch, Offload, Release, Reload, Spill
 
 
 class Place(Enum):
-    """RETURNING: on its way back, until backward uses it; so long it cannot leave again."""
+    """LEAVING: on its way to the host; SINKING: and from there to disk.
+
+    RETURNING: on its way back, until backward uses it; so long it cannot leave again.
+    """
 
     DEVICE = 0
     LEAVING = 1
-    HOST = 2
-    DISK = 3
-    RETURNING = 4
+    SINKING = 2
+    HOST = 3
+    DISK = 4
+    RETURNING = 5
 
 
 # What each action does to a block, by the place where it is.
 _STEPS: dict[type[Action], dict[Place | None, Place]] = {
     Offload: {Place.DEVICE: Place.LEAVING},
-    Release: {Place.LEAVING: Place.HOST},
-    Reload: {Place.LEAVING: Place.DEVICE, Place.HOST: Place.RETURNING, Place.DISK: Place.RETURNING},
-    Spill: {Place.HOST: Place.DISK},
+    Release: {Place.LEAVING: Place.HOST, Place.SINKING: Place.DISK},
+    Reload: {
+        Place.LEAVING: Place.DEVICE,
+        Place.SINKING: Place.DEVICE,
+        Place.HOST: Place.RETURNING,
+        Place.DISK: Place.RETURNING,
+    },
+    Spill: {Place.LEAVING: Place.SINKING, Place.HOST: Place.DISK},
     Fetch: {Place.DISK: Place.HOST},
 }
 
@@ -53,7 +62,7 @@ class Residence:
         again = []
         for key, nbytes in blocks:
             if key in self._nbytes:
-                if self._places[key] is Place.LEAVING:
+                if self._places[key] in (Place.LEAVING, Place.SINKING):
                     again.append(key)
                 self._move(key, Place.DEVICE)
                 continue
@@ -96,7 +105,7 @@ class Residence:
         What is leaving goes first, and then what has been there for the longest.
         """
         actions: list[Action] = []
-        for key in (*self._at[Place.LEAVING], *self._at[Place.DEVICE]):
+        for key in (*self._at[Place.LEAVING], *self._at[Place.SINKING], *self._at[Place.DEVICE]):
             if nbytes <= 0:
                 break
             if key not in keep:
@@ -131,4 +140,4 @@ class Residence:
 
 
 def _on_device(place: Place | None) -> bool:
-    return place in (Place.DEVICE, Place.LEAVING, Place.RETURNING)
+    return place in (Place.DEVICE, Place.LEAVING, Place.SINKING, Place.RETURNING)

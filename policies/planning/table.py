@@ -38,30 +38,33 @@ class Table:
     def __post_init__(self) -> None:
         steps: defaultdict[Name, list[Step]] = defaultdict(list)
         profile, plan = self.profile, self.plan
-        in_order = sorted(plan.reload, key=lambda b: (plan.reload[b], profile.used[b]))
+        offload = profile.saved if self.disk is None else self.disk.offload
+        reload = plan.reload if self.disk is None else self.disk.reload
+        in_order = sorted(reload, key=lambda b: (reload[b], profile.used[b]))
         for b in sorted(plan.release):
-            steps[self.names[profile.saved[b]]].append((Offload, self.blocks[b]))
+            steps[self.names[offload[b]]].append((Offload, self.blocks[b]))
+        if self.disk is not None:
+            for b in sorted(self.disk.spill):
+                steps[self.names[offload[b]]].append((Spill, self.blocks[b]))
         for b in sorted(plan.release, key=plan.release.__getitem__):
             steps[self.names[plan.release[b]]].append((Release, self.blocks[b]))
         if self.disk is not None:
-            for b in self.disk.spill:
-                steps[self.names[plan.release[b]]].append((Spill, self.blocks[b]))
-            for b, k in sorted(self.disk.fetch.items(), key=lambda item: plan.reload[item[0]]):
+            for b, k in sorted(self.disk.fetch.items(), key=lambda item: reload[item[0]]):
                 steps[self.names[k]].append((Fetch, self.blocks[b]))
         for b in in_order:
-            if plan.reload[b] < profile.dropped[b]:
-                steps[self.names[plan.reload[b]]].append((Reload, self.blocks[b]))
+            if reload[b] < profile.dropped[b]:
+                steps[self.names[reload[b]]].append((Reload, self.blocks[b]))
         change = [0] * (len(profile.seconds) + 1)
         for b, nbytes in enumerate(profile.nbytes):
             change[profile.saved[b]] += nbytes
             change[profile.dropped[b]] -= nbytes
             if b in plan.release:
                 change[plan.release[b]] -= nbytes
-                change[plan.reload[b]] += nbytes
+                change[reload[b]] += nbytes
         own = list(accumulate(change))
         memory = [*map(int.__add__, own, profile.unmovable), 0]
         last = accumulate((profile.used[b] for b in in_order), max)
-        windows = zip((plan.reload[b] for b in in_order), last, strict=True)
+        windows = zip((reload[b] for b in in_order), last, strict=True)
         object.__setattr__(self, "_own", own)
         object.__setattr__(self, "_highest", _maxima(memory, windows))
         object.__setattr__(self, "returns", [self.blocks[b] for b in in_order])

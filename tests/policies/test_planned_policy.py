@@ -14,6 +14,7 @@ from tests.policies.planned import best, gpt, planned
 from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.random_steps import KINDS, LINK, MIB
 from tests.policies.simulated.steps import (
+    Allocate,
     Drop,
     Save,
     Use,
@@ -236,7 +237,30 @@ def test_with_a_drive_spills_and_fetches_are_planned() -> None:
     assert spilled
     for key in spilled:
         kinds = [type(each) for each in answers if each.key == key]
-        assert kinds == [Offload, Release, Spill, Fetch, Reload]
+        assert kinds == [Offload, Spill, Release, Fetch, Reload]
+
+
+def test_optimizer_states_have_what_a_step_leaves_them_and_leave_for_a_longer_one() -> None:
+    step = gpt()
+    full = max(profile(step).moments.full)
+    slow = Link(1e9, 1e9)  # activations that leave are waited for twice, and states that leave once
+    policy, kept = PlannedPolicy(full + 200 * MIB, slow), 200 * MIB
+    policy.states.total = kept
+    machine = Machine(policy, slow)
+    machine.run(step)
+    machine.run(step)
+    assert policy.states.target == kept
+    policy.states.kept = kept
+    machine.allocate(kept)
+    outcome = machine.run(step)
+    assert outcome.peak == full + kept
+    assert moved(outcome) == []
+    surprising = replace(step, code=[*step.code])
+    surprising.code.insert(1, Allocate(100 * MIB))
+    surprising.code.append(Allocate(-100 * MIB))
+    assert machine.run(surprising).peak <= full + kept
+    machine.run(step.scaled(2.0))
+    assert policy.states.target < kept
 
 
 def test_a_slowdown_saves_memory() -> None:

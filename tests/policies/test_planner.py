@@ -12,11 +12,13 @@ import pytest
 
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.play import Played
-from tests.policies.simulated.random_steps import KINDS, LINK, small_nested, small_pipeline
+from tests.policies.simulated.random_steps import KINDS, LINK, MIB, small_nested, small_pipeline
 from tests.policies.simulated.steps import Step, budget_between, profile
 from tiered_mem.policies.planning import BudgetTooSmall, Cause, Link, Plan, Profile, plan
+from tiered_mem.policies.planning.bound import floor
 from tiered_mem.policies.planning.disk import plan_disk
 from tiered_mem.policies.planning.repertoire import least_memory
+from tiered_mem.policies.planning.share import states_to_keep
 
 OPTIMA = json.loads((Path(__file__).parent / "simulated" / "optima.json").read_text())
 SHARES = (0.0, 0.1, 0.35, 0.7)
@@ -226,11 +228,20 @@ def test_the_drive_is_planned_for_like_the_link(kind: str, seed: int) -> None:
     away = sum(known.nbytes[b] for b in first.release)
     assert away > 0
     host = int(away * 0.9 / 0.875)
-    made = plan_disk(known, first, host, Link(5e9, 7e9, 0.7, 1e-4))
-    assert made.plan.peak <= host * 7 // 8
+    made = plan_disk(known, first, host, LINK, Link(5e9, 7e9, 0.7, 1e-4))
+    assert made.plan.peak <= host * 15 // 16
+    for b in first.release:
+        assert (
+            known.saved[b]
+            <= made.offload[b]
+            < first.release[b]
+            < first.reload[b]
+            <= made.reload[b]
+            <= known.used[b]
+        )
     for b, k in made.spill.items():
-        assert known.saved[b] < k < made.fetch[b] <= first.reload[b]
-    everything = plan_disk(known, first, 2 * away, Link(5e9, 7e9))
+        assert made.offload[b] < k < made.fetch[b] <= made.reload[b]
+    everything = plan_disk(known, first, 2 * away, LINK, Link(5e9, 7e9))
     assert not everything.spill
 
 
@@ -255,3 +266,17 @@ def test_profiles_that_do_not_fit_together_are_refused(change: dict[str, Sequenc
 def test_links_that_cannot_be_are_refused(rates: tuple[float, float, float, float]) -> None:
     with pytest.raises(ValueError, match="a link has rates above 0"):
         Link(*rates)
+
+
+def test_states_stay_as_far_as_activations_do_not_miss_their_room() -> None:
+    known = profile(KINDS["nested"](3))
+    full = max(known.moments.full)
+    assert states_to_keep(known, full + 800 * MIB, LINK, 800 * MIB) == 800 * MIB
+    least, *_ = floor(known.moments)
+    assert states_to_keep(known, least, LINK, 800 * MIB) == 0
+    total = full - least
+    kept = [states_to_keep(known, budget, LINK, total) for budget in range(least, full, (full - least) // 12)]
+    assert kept[0] == 0 < kept[-1]
+    for budget, each in zip(range(least, full, (full - least) // 12), kept, strict=True):
+        best = plan(known, budget, LINK, attempts=3).seconds + total / LINK.out
+        assert plan(known, budget - each, LINK, attempts=3).seconds + (total - each) / LINK.out <= best

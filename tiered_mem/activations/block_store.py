@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -128,15 +127,14 @@ class BlockStore:
             self._spiller.spill(blocks)
 
     def fetch(self, blocks: Sequence[Block]) -> None:
-        """Starts to read blocks that are on disk into host memory, as far as that has room."""
+        """Starts to read blocks that are on disk into host memory, as soon as that has room."""
         if self._spiller is not None:
-            with contextlib.suppress(TierFull):
-                self._spiller.fetch(blocks)
+            self._spiller.fetch(blocks)
 
     def poll(self) -> None:
         """Goes on with what was waiting for a file operation that has ended."""
         spiller = self._spiller
-        if spiller is not None and (spiller.busy or spiller.wanted):
+        if spiller is not None and (spiller.busy or spiller.wanted or spiller.ahead):
             self.reload_early(spiller.arrived())
             spiller.fetch_wanted()
 

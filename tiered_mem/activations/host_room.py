@@ -23,21 +23,30 @@ class HostRoom:
     """Says what has to go down to disk before the host tier is full, and waits for room where nothing else helps.
 
     spiller: None where there is no disk tier. Then all room comes from slots that are on their way back.
+    planned: whether the policy has planned what goes to disk. It is asked then only when nothing is on its way that
+    makes room, and not before the tier is full.
     """
 
     def __init__(
-        self, host: HostTier, spiller: Spiller | None, advise: Advise, counters: Counters, trace: Trace | None
+        self,
+        host: HostTier,
+        spiller: Spiller | None,
+        advise: Advise,
+        planned: Callable[[], bool],
+        counters: Counters,
+        trace: Trace | None,
     ) -> None:
         self._host = host
         self._spiller = spiller
         self._advise = advise
+        self._planned = planned
         self._counters = counters
         self._trace = trace
 
     @property
     def above(self) -> int:
         """By how many bytes the tier is too full for what comes next, if there is a disk to take them."""
-        if self._spiller is None:
+        if self._spiller is None or self._planned():
             return 0
         stats = self._host.pool_stats()
         return 0 if stats.capacity is None else max(0, stats.used - int(_HIGH_WATER * stats.capacity))
@@ -71,7 +80,7 @@ class HostRoom:
         these, is none.
         """
         spiller = self._spiller
-        if spiller is None:
+        if spiller is None or (self._planned() and (self._host.waits or spiller.busy)):
             return
         missing = nbytes - spiller.going_down
         if missing > 0 and spiller.accepting:

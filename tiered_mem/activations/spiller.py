@@ -30,7 +30,8 @@ class Spiller:
 
     disk: belongs to whoever made it.
     step: is written into the records, for people.
-    wanted: blocks on disk that are to be on the device, in that order.
+    wanted: blocks on disk that are to be on the device, in that order. ahead: those that are to be on the host, and
+    for which there was no room.
     """
 
     def __init__(self, host: HostTier, disk: DiskTier, counters: Counters) -> None:
@@ -44,6 +45,7 @@ class Spiller:
         self._later: dict[Block, None] = {}
         self._clean: dict[Block, None] = {}  # on the host, and on disk still
         self.wanted: dict[Block, None] = {}
+        self.ahead: dict[Block, None] = {}
         self._full_at = 0
 
     @property
@@ -111,6 +113,18 @@ class Spiller:
         return found
 
     def fetch(self, blocks: Sequence[Block]) -> None:
+        """Begins to read those of the blocks that are on disk, in their order, as soon as the host has room.
+
+        One that is still being written stays on the host, if no other waits for its room.
+        """
+        for block in blocks:
+            if isinstance(block.move, Write) and not self.wanted and not self.ahead:
+                block.move = None
+            elif isinstance(block.move, Write) or (block.place is Place.DISK and block.move is None):
+                self.ahead[block] = None
+        self.fetch_wanted(anew=True)
+
+    def _fetch(self, blocks: Sequence[Block]) -> None:
         """Begins to read those of the blocks that are on disk. Raises TierFull where the host has no room."""
         resting = [block for block in blocks if block.place is Place.DISK and block.move is None]
         for _, group in groupby(resting, key=lambda block: id(block.stored and block.stored.shared)):
@@ -126,11 +140,11 @@ class Spiller:
         return arrived
 
     def fetch_wanted(self, *, anew: bool = False) -> None:
-        """Begins to read wanted blocks, in their order, as far as the host has room.
+        """Begins to read wanted blocks, and then those ahead, in their order, as far as the host has room.
 
         anew: try although there was no room the last time.
         """
-        if not self.wanted:
+        if not self.wanted and not self.ahead:
             return
         used = self._host.pool_stats().used
         if not anew and used >= self._full_at:
@@ -139,7 +153,7 @@ class Spiller:
         for block in [block for block in self.wanted if block.stored is not None and block.stored.unreadable]:
             del self.wanted[block]  # backward will hear of it
         try:
-            self.fetch(list(self.wanted))
+            self._fetch(list(self.wanted | self.ahead))
         except TierFull:
             self._full_at = self._host.pool_stats().used
 
@@ -161,6 +175,7 @@ class Spiller:
         """The block needs neither the disk nor what is under way there any more."""
         block.move = None
         self.wanted.pop(block, None)
+        self.ahead.pop(block, None)
         self._later.pop(block, None)
         self._clean.pop(block, None)
         if block.stored is not None:
@@ -253,6 +268,7 @@ class Spiller:
         for block, slot, _ in members:
             block.host = slot
             block.move = read
+            self.ahead.pop(block, None)
         self._reading.append(read)
 
     def _end_read(self, read: Read) -> None:

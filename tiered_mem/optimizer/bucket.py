@@ -25,7 +25,8 @@ class Bucket:
     params: in the order of their groups. fields: where the tensors of each parameter's state lie in the bucket's
     bytes. nbytes: what these take, on the host and on the device. room: what they take in the process that has most
     of them. states: of the parameters that have one; a tensor that is away has an `Absent` in its place.
-    residence: where the bytes are then. flat: the bytes on the device, while they are there.
+    residence: where the bytes are then. flat: the bytes on the device, while they are there. stays: they are to be
+    there between steps too.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Bucket:
         self.states: dict[Param, State] = {}
         self.residence: Residence | None = None
         self.flat: torch.Tensor | None = None
+        self.stays = False
         self._views: dict[tuple[Param, Path], torch.Tensor] = {}
 
     def add(self, param: Param, layout: StateLayout) -> None:

@@ -174,7 +174,8 @@ class Buckets:
         if self.away:
             stream = self._device.current_stream()
             for bucket in renewed:
-                self._offload_after_step(bucket, stream)
+                if not bucket.stays:
+                    self._offload_after_step(bucket, stream)
 
     def renew_all(self) -> None:
         """Takes all states that have been loaded into the optimizer's `state`, in place of those before."""
@@ -204,9 +205,23 @@ class Buckets:
             self._pipeline.reload(self.all)
             self.away = False
 
+    def keep(self, nbytes: int) -> None:
+        """The first buckets of so many bytes stay on the device from the next step on; all others leave it now."""
+        self.drop_prefetch()
+        for bucket in self.all:
+            bucket.stays = 0 < bucket.nbytes <= nbytes
+            nbytes -= bucket.nbytes if bucket.stays else 0
+        if self.away:
+            self._offload([bucket for bucket in self.all if not bucket.stays])
+
+    @property
+    def kept(self) -> int:
+        """The bytes of those that stay, and are on the device by now."""
+        return sum(bucket.nbytes for bucket in self.all if bucket.stays and bucket.here())
+
     def prefetch(self) -> None:
         """Brings the first bucket of the next step to the device, if the memory is there."""
-        first = next((bucket for bucket in self.all if bucket.away()), None)
+        first = next((bucket for bucket in self.all if bucket.away() and not bucket.stays), None)
         # Not on top of what backward needs: the peak stays what it is.
         if first is not None and self.window_bytes <= self._device.below_peak():
             with contextlib.suppress(torch.OutOfMemoryError):
@@ -233,7 +248,8 @@ class Buckets:
         # Room for one that comes, one that is stepped, one that leaves, and for what is lost where the ring ends.
         largest = max((bucket.nbytes for bucket in self.all), default=0)
         large = largest if largest > self.residences.bucket_bytes // 2 else 0
-        return min(2 * self.residences.bucket_bytes + large, self.nbytes)
+        moving = sum(bucket.nbytes for bucket in self.all if not bucket.stays)
+        return min(2 * self.residences.bucket_bytes + large, moving)
 
     @property
     def step_bytes(self) -> int:

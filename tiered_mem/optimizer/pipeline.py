@@ -56,6 +56,7 @@ class Pipeline:
             if self._window is not None:
                 self._window.keep_only([bucket for bucket in buckets if changing[bucket]])
             for index, bucket in enumerate(buckets):
+                self._settle(bucket)
                 self._bring(bucket, changing[bucket], window_bytes)
                 if bucket.away(changing[bucket]):
                     raise RuntimeError("a bucket found no place in the window, though all before it have left")
@@ -120,10 +121,23 @@ class Pipeline:
         if window is not None:
             window.close(self._device.current_stream())
 
+    def _settle(self, bucket: Bucket) -> None:
+        """Brings a bucket that is to stay, into memory of its own. Without room for it, it does not stay."""
+        if bucket.stays and bucket.away():
+            try:
+                self.reload([bucket])
+            except torch.OutOfMemoryError:
+                bucket.stays = False
+
     def _bring(self, bucket: Bucket, params: Set[Param], window_bytes: int) -> None:
         runs = bucket.runs(params)
         residence = bucket.residence
-        if not runs or residence is None or (self._window is not None and bucket in self._window.slots):
+        if (
+            not runs
+            or residence is None
+            or bucket.stays
+            or (self._window is not None and bucket in self._window.slots)
+        ):
             return
         window = self._window
         if window is None:
@@ -155,7 +169,7 @@ class Pipeline:
         replace: Callable[[Bucket], None],
     ) -> None:
         stream = self._device.current_stream()
-        residence = bucket.residence if changing else None
+        residence = bucket.residence if changing and not bucket.stays else None
         slot = None if self._window is None else self._window.slots.get(bucket)
         came = None if slot is None else slot.came
         if came is not None:

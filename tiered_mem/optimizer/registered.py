@@ -12,6 +12,7 @@ import torch
 from ..device import Device
 from ..fixed_slots import Exclusive
 from ..host_tier import HostTier
+from ..policies import StatesShare
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
 from ..transfer import TransferEngine
@@ -23,17 +24,28 @@ from .tiered_optimizer import TieredOptimizer
 
 _log = logging.getLogger("tiered_mem.optimizer")
 
-Residency = Literal["host", "disk", "device-until-offload"]
+# What states take of the host tier before they go to disk; the rest is for activations.
+_HOST_SHARE = 0.5
+
+Residency = Literal["host", "disk", "auto", "device-until-offload"]
 
 
 class RegisteredOptimizers:
     """Makes tiered optimizers of others, and knows them as long as they live.
 
     Nothing here is to be called by who has the manager's lock: `exclusive` takes it.
+
+    share: how much of the device those whose residency is "auto" may have; None is nothing.
     """
 
     def __init__(
-        self, device: Device, engine: TransferEngine, host: HostTier, disk: DiskTier | None, exclusive: Exclusive
+        self,
+        device: Device,
+        engine: TransferEngine,
+        host: HostTier,
+        disk: DiskTier | None,
+        exclusive: Exclusive,
+        share: StatesShare | None = None,
     ) -> None:
         self._device = device
         self._engine = engine
@@ -41,6 +53,9 @@ class RegisteredOptimizers:
         self._disk = disk
         self._exclusive = exclusive
         self._all: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
+        self._share = share
+        self._sharing: weakref.WeakSet[States] = weakref.WeakSet()
+        self._shared: tuple[int | None, int, int] | None = None
         # An optimizer may die anywhere. Whoever calls next gives its memory back.
         self._forgotten: deque[States] = deque()
 
@@ -61,8 +76,9 @@ class RegisteredOptimizers:
             raise ValueError(f"residency is {residency!r}; there are {names}")
         if residency == "disk" and self._disk is None:
             raise ValueError("residency 'disk' needs a disk tier: make the manager with a spill_dir")
-        disk = self._disk if residency == "disk" else None
-        residences = Residences(self._host, disk, self._exclusive, bucket_bytes)
+        disk = self._disk if residency in ("disk", "auto") else None
+        host_share = _HOST_SHARE if residency == "auto" else 0.0
+        residences = Residences(self._host, disk, self._exclusive, bucket_bytes, host_share)
         stay = residency == "device-until-offload"
         buckets = Buckets(
             optimizer, self._device, self._engine, self._exclusive, residences, stay=stay, separable=separable
@@ -76,6 +92,8 @@ class RegisteredOptimizers:
             states.close()
             raise
         self._all.add(tiered)
+        if residency == "auto" and not states.at_once:
+            self._sharing.add(states)
         weakref.finalize(tiered, self._forgotten.append, states).atexit = False
         _tell(tiered, residency)
         return tiered
@@ -83,13 +101,37 @@ class RegisteredOptimizers:
     def free(self) -> None:
         """Frees the memory of optimizers that nobody has any more."""
         while self._forgotten:
-            self._forgotten.popleft().close()
+            states = self._forgotten.popleft()
+            self._sharing.discard(states)
+            states.close()
 
     def poll(self) -> None:
-        """Goes on with files that can be written by now. Does not wait."""
+        """Goes on with files that can be written by now, and with what is to stay on the device or not any more.
+
+        Waits only for what leaves it.
+        """
         if self._all:
             for optimizer in list(self._all):
                 optimizer.states.poll()
+        if self._share is not None:
+            self._share_device(self._share)
+
+    def _share_device(self, share: StatesShare) -> None:
+        """Has as much stay as is planned, after each change of the plan or the states."""
+        sharing = list(self._sharing)
+        now = share.target, sum(states.version for states in sharing), len(sharing)
+        if now == self._shared:
+            return
+        total = sum(states.buckets.nbytes for states in sharing)
+        if total > share.total:
+            share.target = None
+        share.total = total
+        left, done = share.planned, True
+        for states in sharing:
+            done &= states.keep(left)
+            left -= sum(bucket.nbytes for bucket in states.buckets.all if bucket.stays)
+        share.kept = sum(states.buckets.kept for states in sharing)
+        self._shared = now if done else None
 
     def wait(self) -> None:
         """Waits until every file is written."""

@@ -31,13 +31,22 @@ class Residences:
     disk: None for the host.
     bucket_bytes: half of the device memory that states pass through in a step, a parameter aside whose state is
     larger. Buckets on disk that are larger share slots of their own.
+    host_share: of what is free in the host tier, what buckets take before others go to disk.
     """
 
-    def __init__(self, host: HostTier, disk: DiskTier | None, exclusive: Exclusive, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskTier | None,
+        exclusive: Exclusive,
+        bucket_bytes: int,
+        host_share: float = 0.0,
+    ) -> None:
         self._host = host
         self._disk = disk
         self._exclusive = exclusive
         self.bucket_bytes = bucket_bytes
+        self._host_share = host_share
         self._shelves: list[Shelf] = []
         self._numbers = itertools.count()
         self._step = 0
@@ -51,10 +60,13 @@ class Residences:
             advice = "it is for optimizer states: raise host_bytes, or put them on disk"
             shelves = self._build([(size, 1) for size in sizes], advice)
         else:
-            self._check_disk(self._disk, sum(sizes))
-            wanted = self._missing(sizes)
-            self._build(wanted, self._advice(wanted))
-            shelves = [self._fitting(size)[0] for size in sizes]
+            on_host = self._on_host(sizes)
+            rest = sizes[on_host:]
+            self._check_disk(self._disk, sum(rest))
+            wanted = self._missing(rest)
+            self._build(wanted, self._advice(wanted), self._disk)
+            shelves = self._build([(size, 1) for size in sizes[:on_host]], "")
+            shelves += [self._fitting(size)[0] for size in rest]
         for bucket, shelf in zip(moving, shelves, strict=True):
             bucket.residence = Residence(shelf, bucket.nbytes, f"states.{next(self._numbers)}")
 
@@ -102,7 +114,17 @@ class Residences:
         for shelf in self._shelves:
             shelf.close()
 
-    def _build(self, wanted: Sequence[tuple[int, int]], advice: str) -> list[Shelf]:
+    def _on_host(self, sizes: Sequence[int]) -> int:
+        """How many of the buckets, from the first on, the host tier has room for."""
+        with self._exclusive:
+            stats = self._host.pool_stats()
+        if not self._host_share or stats.capacity is None:
+            return len(sizes) if self._host_share else 0
+        taken = itertools.accumulate(round_up(size) for size in sizes)
+        room = (stats.capacity - stats.used) * self._host_share
+        return sum(nbytes <= room for nbytes in taken)
+
+    def _build(self, wanted: Sequence[tuple[int, int]], advice: str, disk: DiskTier | None = None) -> list[Shelf]:
         """Shelves with slots of so many bytes, and so many of them. Raises TierFull; then there is none."""
         slots: list[FixedSlots] = []
         try:
@@ -112,7 +134,7 @@ class Residences:
             for each in slots:
                 each.close()
             raise
-        new = [Shelf(each, self._disk, "optimizer", self._step) for each in slots]
+        new = [Shelf(each, disk, "optimizer", self._step) for each in slots]
         self._shelves = sorted([*self._shelves, *new], key=lambda shelf: shelf.slots.nbytes)
         return new
 
@@ -127,8 +149,8 @@ class Residences:
         ]
 
     def _fitting(self, nbytes: int) -> list[Shelf]:
-        """Those with slots that are large enough, the smallest first."""
-        return [shelf for shelf in self._shelves if shelf.slots.nbytes >= nbytes]
+        """Those before the disk with slots that are large enough, the smallest first."""
+        return [shelf for shelf in self._shelves if shelf.slots.nbytes >= nbytes and shelf.to_disk]
 
     def _advice(self, wanted: Sequence[tuple[int, int]]) -> str:
         with self._exclusive:

@@ -128,6 +128,21 @@ class States:
         finally:
             self._lock.release()
 
+    def keep(self, nbytes: int) -> bool:
+        """The first buckets of so many bytes stay on the device. False where that cannot be changed now.
+
+        Does not wait for other threads, but for the copies of what leaves. Raises what the residences raise.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._usable and not self.at_once and not self.buckets.here:
+                self.buckets.keep(nbytes)
+                return True
+            return False
+        finally:
+            self._lock.release()
+
     @_alone
     def wait(self) -> None:
         """Waits until every file is written."""
