@@ -9,7 +9,7 @@ RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 # What runs without a device is the same in each schedule; and the libraries' models take long to import.
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
-                  test_recorded_allocations.py emulator/test_library_models.py)
+                  test_recorded_allocations.py test_attached_libraries.py emulator/test_library_models.py)
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
 # has it. And what starts processes of its own says in which schedule.
 ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py \
@@ -43,6 +43,19 @@ test-schedules: setup ## what make test leaves out: other schedules, the task qu
 	$(PYTEST) $(DETECTED)
 	$(RACES)=late $(PYTEST) $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
 	$(RACES)=random $(PYTEST) $(DEVICE_TESTS) $(ONCE)
+
+# In an environment of their own, with the versions that requirements/models.txt names.
+models: ## models of four libraries, attached with two lines: what moves, and the peaks; ten minutes
+	@$(MAKE) --no-print-directory VENV=.venv-models run-models
+
+test-models: ## models of libraries, attached, train with equal bits: three minutes
+	@$(MAKE) --no-print-directory VENV=.venv-models run-test-models
+
+run-models: setup $(VENV)/.models
+	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.models
+
+run-test-models: setup $(VENV)/.models
+	$(RACES)=eager $(PYTEST) --dist=load tests/test_attached_libraries.py
 
 mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
 	$(RUN) -m tests.mutants
@@ -95,8 +108,13 @@ $(VENV)/.installed: $(VENV)/.emulator
 	@echo 'setup: installing what the tests need into $(VENV)'
 	$(call install,--editable '.[dev]')
 
-clean: ## deletes .venv and the compiled emulator
-	$(MAKE) -C emulator clean
-	rm -rf $(VENV)
+$(VENV)/.models: requirements/models.txt $(VENV)/.installed
+	@echo 'setup: installing what requirements/models.txt names into $(VENV)'
+	$(call install,--requirement $<)
 
-.PHONY: help setup emulator compiler demo test test-schedules mutants lint bench silicon clean
+clean: ## deletes .venv, .venv-models and the compiled emulator
+	$(MAKE) -C emulator clean
+	rm -rf $(VENV) .venv-models
+
+.PHONY: help setup emulator compiler demo test test-schedules models test-models run-models run-test-models mutants lint \
+        bench silicon clean

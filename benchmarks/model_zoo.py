@@ -196,7 +196,7 @@ def swin() -> nn.Module:
 
 
 def unet() -> nn.Module:
-    return UNet2DModel(sample_size=64, layers_per_block=1, block_out_channels=(32, 64, 96, 96), norm_num_groups=8)
+    return UNet2DModel(sample_size=64, block_out_channels=(32, 64, 96, 96), norm_num_groups=8)
 
 
 def dit() -> nn.Module:
