@@ -170,7 +170,7 @@ class Bench:
             model = self._make()
             manager = None
             if arguments:
-                manager = exits.enter_context(TieringManager(device=self._kind, host_bytes="2GiB", **arguments))
+                manager = exits.enter_context(TieringManager(device=self._kind, preallocate=False, **arguments))
                 manager.attach(model)
             peak = Peak(self._device)
             losses = self._train(model)
