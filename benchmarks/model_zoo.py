@@ -196,7 +196,7 @@ def swin() -> nn.Module:
 
 
 def unet() -> nn.Module:
-    return UNet2DModel(sample_size=64, block_out_channels=(32, 64, 96, 96), norm_num_groups=8)
+    return UNet2DModel(sample_size=32, block_out_channels=(64, 64, 96, 96), norm_num_groups=8)
 
 
 def dit() -> nn.Module:
@@ -237,6 +237,6 @@ MODELS: dict[str, ZooModel] = {
     "ResNet50": ZooModel("torchvision", resnet50, classification(4, 128)),
     "Swin": ZooModel("torchvision", swin, classification(4, 224)),
     "ConvNeXt": ZooModel("timm", convnext, classification(4, 224)),
-    "UNet2D": ZooModel("diffusers", unet, denoising(3, 64)),
+    "UNet2D": ZooModel("diffusers", unet, denoising(3, 32)),
     "DiT": ZooModel("diffusers", dit, denoising(4, 32, class_labels=1000)),
 }
