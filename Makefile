@@ -10,7 +10,7 @@ RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
                   test_recorded_allocations.py) \
-                --ignore=tests/integrations/test_attached_models.py --ignore=emulator/tests/test_library_models.py
+                --ignore=tests/libraries --ignore=emulator/tests/test_library_models.py
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
 # has it. And what starts processes of its own says in which schedule.
 ONCE := $(addprefix --ignore=emulator/tests/test_,kernels.py gradients.py fused_operators.py training_set.py \
@@ -46,18 +46,18 @@ test-schedules: setup ## what make test leaves out: other schedules, the task qu
 	$(RACES)=late $(PYTEST) $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
 	$(RACES)=random $(PYTEST) $(DEVICE_TESTS) $(ONCE)
 
-# In an environment of their own, with the versions that requirements/models.txt names.
-models: ## models of four libraries, attached with two lines: what moves, and the peaks; ten minutes
-	@$(MAKE) --no-print-directory VENV=.venv-models run-models
+# Each framework asks for others of its own: without them what is there stays as it is.
+test-integrations: setup ## the frameworks of docs/frameworks.md, in an environment of its own: five minutes
+	@$(RUN) -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/frameworks \
+	  --requirement requirements/frameworks.txt
+	PYTHONPATH=$(VENV)/frameworks $(PYTEST) tests/integrations
 
-test-models: ## models of libraries, attached, train with equal bits: three minutes
-	@$(MAKE) --no-print-directory VENV=.venv-models run-test-models
+# Nor does this bring what the two libraries ask for: it is in .venv.
+models: setup $(VENV)/.models ## what moves in models of four libraries, and the peaks: ten minutes
+	PYTHONPATH=$(VENV)/models $(RUN) -m ascend_emulator --unless-hardware -m benchmarks.models
 
-run-models: setup $(VENV)/.models
-	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.models
-
-run-test-models: setup $(VENV)/.models
-	$(RACES)=eager $(PYTEST) --dist=load tests/integrations/test_attached_models.py
+test-models: setup $(VENV)/.models ## small models of libraries, attached, train with equal bits: two minutes
+	PYTHONPATH=$(VENV)/models $(RACES)=eager $(PYTEST) --dist=load tests/libraries
 
 mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
 	$(RUN) -m tests.mutants
@@ -111,12 +111,11 @@ $(VENV)/.installed: $(VENV)/.emulator
 	$(call install,--editable '.[dev]')
 
 $(VENV)/.models: requirements/models.txt $(VENV)/.installed
-	@echo 'setup: installing what requirements/models.txt names into $(VENV)'
-	$(call install,--requirement $<)
+	$(call install,--no-deps --upgrade --target $(VENV)/models --requirement $<)
 
-clean: ## deletes .venv, .venv-models and the compiled emulator
+clean: ## deletes .venv and the compiled emulator
 	$(MAKE) -C emulator clean
-	rm -rf $(VENV) .venv-models
+	rm -rf $(VENV)
 
-.PHONY: help setup emulator compiler demo test test-schedules models test-models run-models run-test-models mutants lint \
-        bench silicon clean
+.PHONY: help setup emulator compiler demo test test-schedules test-integrations models test-models mutants lint bench \
+        silicon clean

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from emulator.tests.library_models import LIBRARY_MODELS, LibraryModel
 from tests.conftest import MakeManager
-from tests.integrations.more_models import MORE_MODELS
+from tests.libraries.more_models import MORE_MODELS
 from tiered_mem import TieringManager
 
 pytestmark = pytest.mark.slow(why="28 models of libraries that take long to import")
