@@ -2,7 +2,7 @@
 
 Their layers are few and narrow, and their batches long enough for most of what they save to be tensors of 1 MiB and
 more.
-Needs what requirements/models.txt names, and is imported after the device is there.
+Needs what `make models` installs, and is imported after the device is there.
 """
 
 from __future__ import annotations
@@ -196,7 +196,13 @@ def swin() -> nn.Module:
 
 
 def unet() -> nn.Module:
-    return UNet2DModel(sample_size=32, block_out_channels=(64, 64, 96, 96), norm_num_groups=8)
+    return UNet2DModel(
+        sample_size=64,
+        block_out_channels=(32, 64, 64),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
+    )
 
 
 def dit() -> nn.Module:
@@ -237,6 +243,6 @@ MODELS: dict[str, ZooModel] = {
     "ResNet50": ZooModel("torchvision", resnet50, classification(4, 128)),
     "Swin": ZooModel("torchvision", swin, classification(4, 224)),
     "ConvNeXt": ZooModel("timm", convnext, classification(4, 224)),
-    "UNet2D": ZooModel("diffusers", unet, denoising(3, 32)),
+    "UNet2D": ZooModel("diffusers", unet, denoising(3, 64)),
     "DiT": ZooModel("diffusers", dit, denoising(4, 32, class_labels=1000)),
 }
