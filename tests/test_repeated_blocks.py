@@ -66,6 +66,23 @@ def test_the_stages_of_a_pyramid_with_something_in_between() -> None:
     assert repeated_blocks(model) == [*model[1], *model[3]]
 
 
+def stage(width: int) -> nn.Module:
+    """Two blocks, and what makes the pictures smaller."""
+    pair = [steps(nn.Linear(width, width), nn.ReLU()) for _ in range(2)]
+    return nn.ModuleDict({"blocks": nn.ModuleList(pair), "down": nn.Linear(width, 2 * width)})
+
+
+def test_the_stages_of_a_pyramid_stand_for_their_blocks() -> None:
+    stages = [stage(4), stage(8)]
+    model = nn.ModuleDict({"stages": nn.ModuleList(stages), "head": nn.Linear(16, 2)})
+    assert repeated_blocks(model) == [*stages[0]["blocks"], *stages[1]["blocks"]]
+
+
+def test_layers_of_like_size_are_layers_whatever_is_in_them() -> None:
+    layers = [stage(8), stage(8), stage(9)]
+    assert repeated_blocks(nn.ModuleDict({"body": nn.ModuleList(layers)})) == layers
+
+
 def test_a_list_may_mix_types_of_blocks() -> None:
     mixed = [Block(), nn.TransformerEncoderLayer(4, 1), nn.Identity()]
     assert repeated_blocks(nn.ModuleDict({"body": nn.ModuleList(mixed)})) == mixed

@@ -30,7 +30,8 @@ def repeated_blocks(model: Module) -> list[Module]:
 
     A run is a ModuleList, or a Sequential of modules of one type, in which two or more have weights and modules of
     their own. Lists inside a layer are its own affair; a layer that is itself such a list stands for what is in it.
-    A model has several runs where it has an encoder and a decoder, towers, or stages.
+    So do the stages of a pyramid, layers that all have runs inside and of which the largest has more than twice the
+    weights of the smallest. A model has several runs where it has an encoder and a decoder, towers, or stages.
 
     Where there is none, a run may also be of modules such as Linear, or a ModuleList of one block, which the model
     may call repeatedly. Where that finds none either, the modules of a Sequential may be of different types.
@@ -51,10 +52,11 @@ def repeated_blocks(model: Module) -> list[Module]:
 def _runs(name: str, module: Module, suits: Callable[[Module, list[Module]], bool]) -> Iterator[Run]:
     layers = list(module.children())
     if _has_weights(module) and suits(module, layers):
-        inside = [list(_runs("", layer, suits)) if _is_list(layer) else [] for layer in layers]
+        inside = [[each for run in _runs("", layer, suits) for each in run.layers] for layer in layers]
+        opened = all(inside) and _grows(layers)
         layer_by_layer = [
-            list(chain.from_iterable(run.layers for run in runs)) or [layer]
-            for layer, runs in zip(layers, inside, strict=True)
+            blocks if blocks and (opened or _is_list(layer)) else [layer]
+            for layer, blocks in zip(layers, inside, strict=True)
         ]
         yield Run(name, list(chain.from_iterable(layer_by_layer)))
         return
@@ -86,6 +88,11 @@ def _is_list(module: Module) -> bool:
 
 def _is_block(module: Module) -> bool:
     return _has_weights(module) and next(module.children(), None) is not None
+
+
+def _grows(stages: list[Module]) -> bool:
+    sizes = [sum(weight.numel() for weight in stage.parameters()) for stage in stages]
+    return max(sizes) > 2 * min(sizes)
 
 
 def _has_weights(module: Module) -> bool:
