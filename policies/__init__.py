@@ -31,6 +31,7 @@ from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
 from .planned import PlannedPolicy
 from .planning.link import Link
+from .planning.report import Report
 from .synchronization_dict import SynchronizationDictPolicy
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "Refused",
     "Release",
     "Reload",
+    "Report",
     "Saved",
     "Spill",
     "StepBegin",

@@ -29,6 +29,7 @@ from .lru import LRUPolicy
 from .planning.link import Link
 from .planning.names import Name
 from .planning.repertoire import Repertoire
+from .planning.report import Account, Report
 from .planning.residence import Place, Residence
 from .planning.step import StepUnderWay
 from .planning.table import Table
@@ -81,6 +82,7 @@ class PlannedPolicy:
         self._step: StepUnderWay | None = None
         self._ended: dict[int, StepUnderWay] = {}
         self._lru: LRUPolicy | None = None
+        self._account = Account()
         self._overruns = 0
         self._since_plan = 0
         self._measure = True
@@ -98,6 +100,13 @@ class PlannedPolicy:
     def check(self, num_layers: int) -> None:
         """Suits every model."""
 
+    def report(self) -> Report:
+        """What the last plan promises, what came of it, and what would help. It takes up to a second.
+
+        Raises RuntimeError as long as there is no plan.
+        """
+        return self._account.report(self._budget, self._repertoire.link)
+
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
             case Memory(_, peak):
@@ -112,6 +121,7 @@ class PlannedPolicy:
             case StepMeasured(step, seconds, stalls, out, back):
                 ended = self._ended.pop(step, None)
                 if ended is not None:
+                    self._account.measured(ended, event)
                     self._learn(ended, seconds, stalls, out, back)
             case Refused(action):
                 self._residence.refused(action)
@@ -136,6 +146,7 @@ class PlannedPolicy:
         self._measure = step.deviates or self._since_plan >= _PATIENCE
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
+        self._account.ended(step)
         if step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
 
@@ -204,6 +215,7 @@ class PlannedPolicy:
         if found is not None:
             step.known, step.ratio = found
             step.table = self._repertoire.table(*found)
+            self._account.chosen(step.table)
             self._lru = None
 
     def _learning(self, others: int | None) -> LRUPolicy:
