@@ -28,6 +28,7 @@ from .base import (
 from .lru import LRUPolicy
 from .planning.link import Link
 from .planning.names import Name
+from .planning.profile import Profile
 from .planning.repertoire import Repertoire
 from .planning.report import Account, Report
 from .planning.residence import Place, Residence
@@ -106,6 +107,11 @@ class PlannedPolicy:
         Raises RuntimeError as long as there is no plan.
         """
         return self._account.report(self._budget, self._repertoire.link)
+
+    @property
+    def known(self) -> tuple[Profile, Link]:
+        """The step that plans are made for, and the link. Raises RuntimeError before a step was measured."""
+        return self._account.profile, self._repertoire.link
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from .device import Device
 from .measured_link import measured
-from .policies import Link, PlannedPolicy
+from .policies import Link, PlannedPolicy, Policy
+from .rehearsal import rehearsed
 from .sizes import format_bytes, parse_bytes
 
 _log = logging.getLogger("tiered_mem.automatic")
@@ -19,8 +21,12 @@ _MEASURED_BYTES = 16 << 20
 
 def planned_policy(
     device: Device, device_budget: int | str | None, slowdown: float | None, host_bytes: int | None
-) -> PlannedPolicy:
-    """Measures the link, and makes the policy. Arguments and errors are those of TieringManager."""
+) -> Policy:
+    """Measures the link, and makes the policy. Arguments and errors are those of TieringManager.
+
+    TIERED_MEM_DEVICE_BUDGET in the environment counts in place of device_budget.
+    """
+    device_budget = os.environ.get("TIERED_MEM_DEVICE_BUDGET", device_budget)
     usable, total = device.usable_and_total()
     if total == 0:
         raise ValueError(f"policy='auto' needs a device that counts its memory, and {device.kind} does not")
@@ -37,4 +43,5 @@ def planned_policy(
         "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
         *(format_bytes(budget), speed.from_device, speed.to_device, 100 * both),
     )
-    return PlannedPolicy(budget, Link(out, back, both=both), slowdown=slowdown, host_bytes=host_bytes)
+    link = Link(out, back, both=both)
+    return rehearsed(PlannedPolicy(budget, link, slowdown=slowdown, host_bytes=host_bytes))

@@ -103,9 +103,9 @@ class Adviser:
         if gained <= passing:
             return None
         return gained - passing, (
-            f"the optimizer's states take {format_bytes(self.grown)} of the device, if they are what has stayed since "
-            f"the first step: register_optimizer() keeps them on the host. {format_seconds(gained)} less waiting, "
-            f"for {format_seconds(passing)} in which they pass through the device"
+            f"the optimizer's states take {format_bytes(self.grown)} of the device, if they are what has stayed "
+            f"since the first step: register_optimizer() keeps them on the host. {format_seconds(gained)} less "
+            f"waiting, for {format_seconds(passing)} in which they pass through the device"
         )
 
     def _drive(self) -> _Found | None:

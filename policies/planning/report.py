@@ -86,6 +86,7 @@ class Account:
         self._peak: int | None = None
         self._table: Table | None = None
         self._measured: tuple[int, StepMeasured] | None = None
+        self._recorded: Profile | None = None
 
     def chosen(self, table: Table) -> None:
         """A step goes by this plan from now on."""
@@ -104,10 +105,14 @@ class Account:
         """A step that has ended was measured."""
         if step.table is not None and not step.deviates:
             self._table, self._measured = step.table, (step.number, event)
+        elif self._table is None and step.recording.regular:
+            self._recorded = step.recording.profile(event.seconds)
 
     @property
     def profile(self) -> Profile:
-        """The step, with what is allocated on the device by now. Raises RuntimeError as `report` does."""
+        """The step, with what is allocated on the device by now. Raises RuntimeError before one was measured."""
+        if self._table is None and self._recorded is not None:
+            return self._recorded
         profile = self._planned().profile
         alike = len(self._standing) == len(profile.standing)
         return profile.standing_at(self._standing) if alike else profile

@@ -19,8 +19,8 @@ class LayerStall:
     """Compute waits for copies while a layer's forward or backward runs, or before the first layer (None).
 
     graph: the number of the forward in its step, from 0. seconds: as planned. measured: seconds, or None where
-    they were not measured. why: what the longest of the planned waits is for, and why that is late; empty where none is
-    planned.
+    they were not measured. why: what the longest of the planned waits is for, and why that is late; empty where
+    none is planned.
     """
 
     graph: int
