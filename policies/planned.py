@@ -109,9 +109,12 @@ class PlannedPolicy:
         return self._account.report(self._budget, self._repertoire.link)
 
     @property
-    def known(self) -> tuple[Profile, Link]:
-        """The step that plans are made for, and the link. Raises RuntimeError before a step was measured."""
-        return self._account.profile, self._repertoire.link
+    def known(self) -> tuple[Profile, Sequence[str], Link]:
+        """The step that plans are made for, its positions in words, and the link.
+
+        Raises RuntimeError before a step was measured.
+        """
+        return *self._account.step, self._repertoire.link
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:

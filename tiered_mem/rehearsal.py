@@ -55,12 +55,13 @@ class Rehearsal:
         return actions
 
     def _write(self, *, problem: str = "", report: Report | None = None) -> None:
-        step, link = self._policy.known
+        step, positions, link = self._policy.known
         found = {
             "problem": problem,
             "report": None if report is None else report.as_dict(),
             "text": "" if report is None else str(report),
             "step": asdict(step),
+            "positions": positions,
             "link": asdict(link),
         }
         partial = self._file.with_suffix(f".{os.getpid()}")

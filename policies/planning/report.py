@@ -10,6 +10,7 @@ from ...sizes import format_bytes, format_seconds
 from ..base import StepMeasured
 from .advice import Adviser, moved
 from .link import Link
+from .names import Name, spoken
 from .profile import Profile
 from .stalls import LayerStall, Stalls
 from .step import StepUnderWay
@@ -86,7 +87,7 @@ class Account:
         self._peak: int | None = None
         self._table: Table | None = None
         self._measured: tuple[int, StepMeasured] | None = None
-        self._recorded: Profile | None = None
+        self._recorded: tuple[Profile, Sequence[Name]] | None = None
 
     def chosen(self, table: Table) -> None:
         """A step goes by this plan from now on."""
@@ -106,16 +107,21 @@ class Account:
         if step.table is not None and not step.deviates:
             self._table, self._measured = step.table, (step.number, event)
         elif self._table is None and step.recording.regular:
-            self._recorded = step.recording.profile(event.seconds)
+            self._recorded = step.recording.profile(event.seconds), step.recording.names
 
     @property
-    def profile(self) -> Profile:
-        """The step, with what is allocated on the device by now. Raises RuntimeError before one was measured."""
+    def step(self) -> tuple[Profile, list[str]]:
+        """The step, and its positions in words. Raises RuntimeError before one was measured."""
         if self._table is None and self._recorded is not None:
-            return self._recorded
-        profile = self._planned().profile
-        alike = len(self._standing) == len(profile.standing)
-        return profile.standing_at(self._standing) if alike else profile
+            profile, names = self._recorded
+        else:
+            profile, names = self._now(self._planned()), self._planned().names
+        return profile, list(map(spoken, names))
+
+    def _now(self, table: Table) -> Profile:
+        """The step with what is allocated on the device by now."""
+        alike = len(self._standing) == len(table.profile.standing)
+        return table.profile.standing_at(self._standing) if alike else table.profile
 
     def report(self, budget: int, link: Link) -> Report:
         """Raises RuntimeError as long as there is no plan."""
@@ -143,7 +149,7 @@ class Account:
             planned_hidden=hidden(plan.waits, 0, 0),
             measured_hidden=hidden(event.stalls, event.out, event.back) if event is not None and whole else None,
             stalls=Stalls(profile, plan, table.names, table.blocks, link).by_layer(event.waits if event else ()),
-            advice=Adviser(self.profile, table.names, table.blocks, budget, link, grown, table.disk).advice(),
+            advice=Adviser(self._now(table), table.names, table.blocks, budget, link, grown, table.disk).advice(),
         )
 
     def _planned(self) -> Table:

@@ -60,9 +60,8 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="tiered-mem", description="Looks at what tiered_mem runs on and at its spill files, and plans."
-    )
+    what = "Looks at what tiered_mem runs on and at its spill files, and plans trainings."
+    parser = _Parser(prog="tiered-mem", description=what)
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
     for name, verb in _VERBS.items():
