@@ -92,11 +92,9 @@ def _try(options: argparse.Namespace, step: Profile, positions: Sequence[str]) -
     found = _rehearse(options, "trying the plan", hbm, options.budget)
     if found is None:
         return (
-            (
-                f"with a budget of {format_bytes(options.budget)}, on a device of {format_bytes(hbm)}, the script ended "
-                "as it says above. Where that is for want of memory: give a smaller budget, or say by --hbm how much the "
-                "device has"
-            ),
+            f"with a budget of {format_bytes(options.budget)}, on a device of {format_bytes(hbm)}, the script "
+            "ended as it says above. Where that is for want of memory: give a smaller budget, or say by --hbm how "
+            "much the device has",
             None,
             "",
         )
