@@ -10,7 +10,10 @@ from torch import nn
 
 from tests.conftest import Link
 from tiered_mem import TieringManager
-from tiered_mem.policies import LayerOrderPolicy
+from tiered_mem.automatic import PolicyChoice
+from tiered_mem.device import Device
+from tiered_mem.policies import LayerOrderPolicy, LRUPolicy
+from tiered_mem.policies.planning import BudgetTooSmall
 
 STEPS = 5
 LARGEST = 256 << 10  # block
@@ -115,17 +118,24 @@ def test_lengths_that_change_keep_the_budget(
         assert most.read() <= budget + LARGEST  # as it is told of a block when that is there
 
 
-def test_a_budget_that_no_plan_keeps_is_an_error_that_says_what_is_needed(
-    device: str, plain: tuple[list[float], int, int]
+def test_a_plain_optimizer_that_takes_too_much_is_an_error_that_says_so(
+    device: str, device_module: ModuleType
 ) -> None:
-    _, _, floor = plain
+    """AdamW has two states for each weight, and works on all of them at once; the batch is small."""
     model, x = make(device)
+    weights = sum(each.nbytes for each in model.parameters())
+    budget = device_module.memory_allocated() + 2 * weights
+    optimizer = torch.optim.AdamW(model.parameters())
     with (
-        TieringManager(policy="auto", device_budget=floor // 2, device=device, host_bytes="32MiB") as manager,
+        TieringManager(device_budget=budget, device=device, host_bytes="32MiB") as manager,
         manager.attach(model, min_bytes=4096),
-        pytest.raises(ValueError, match=r"budget of .* is below .*, the least that this step can be run in"),
     ):
-        train(model, x)
+        model(x[:64]).pow(2).mean().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"the optimizer step takes .* MiB: register the optimizer") as caught:
+            model(x[:64])
+    assert isinstance(caught.value, BudgetTooSmall)
+    assert caught.value.floor >= budget + weights
 
 
 def test_arguments(device: str, device_module: ModuleType) -> None:
@@ -136,4 +146,32 @@ def test_arguments(device: str, device_module: ModuleType) -> None:
     with pytest.raises(ValueError, match="slowdown"):
         TieringManager(policy="auto", device=device, slowdown=-1.0, host_bytes="8MiB")
     with pytest.raises(ValueError, match=r"needs a device that counts its memory, and cpu does not"):
-        TieringManager(policy="auto", device="cpu", host_bytes="8MiB")
+        TieringManager(device="cpu", device_budget="1GiB", host_bytes="8MiB")
+
+
+def test_it_is_the_default(device: str, device_module: ModuleType, plain: tuple[list[float], int, int]) -> None:
+    losses, peak, _ = plain
+    model, x = make(device)
+    spare = device_module.mem_get_info()[0] + device_module.memory_reserved() - peak
+    with TieringManager() as manager, manager.attach(model, min_bytes=4096):
+        assert manager.device.kind == device
+        hog = torch.empty(spare, dtype=torch.uint8, device=device)
+        assert train(model, x) == losses
+        assert manager.stats()["released.bytes.total"] != 0
+        del hog
+
+
+def test_on_the_cpu_the_default_moves_all_layers() -> None:
+    model, x = make("cpu")
+    expected = train(model, x)
+    model, x = make("cpu")
+    with TieringManager(device="cpu", host_bytes="32MiB") as manager, manager.attach(model, min_bytes=4096):
+        assert train(model, x) == expected
+        assert manager.stats()["released.bytes.total"] != 0
+
+
+def test_lru_by_its_name_keeps_a_quarter_of_the_device(device: str, device_module: ModuleType) -> None:
+    _, total = device_module.mem_get_info()
+    made = PolicyChoice("lru", None, None).on(Device(device), None)
+    assert vars(made) == vars(LRUPolicy(total // 4))
+    assert vars(PolicyChoice("lru", None, None).on(Device("cpu"), None)) == vars(LRUPolicy())

@@ -55,13 +55,13 @@ class Rehearsal:
         return actions
 
     def _write(self, *, problem: str = "", report: Report | None = None) -> None:
-        step, positions, link = self._policy.known
+        step, names, link = self._policy.account.step()
         found = {
             "problem": problem,
             "report": None if report is None else report.as_dict(),
             "text": "" if report is None else str(report),
             "step": asdict(step),
-            "positions": positions,
+            "names": names,
             "link": asdict(link),
         }
         partial = self._file.with_suffix(f".{os.getpid()}")

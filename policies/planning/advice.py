@@ -9,7 +9,8 @@ from itertools import accumulate
 from ...sizes import format_bytes, format_seconds
 from .bound import BudgetTooSmall
 from .link import Link
-from .names import Name, spoken
+from .names import Name
+from .needs import explained
 from .plan import DiskPlan, Plan
 from .planner import plan
 from .profile import Profile
@@ -47,8 +48,7 @@ class Adviser:
         try:
             now = plan(self.profile, self.budget, self.link)
         except BudgetTooSmall as error:
-            where = spoken(self.names[error.position])
-            return (str(BudgetTooSmall(self.budget, error.floor, error.position, error.unmovable, where)),)
+            return (str(explained(error, self.profile, self.names)),)
         if now.waits > _NONE * sum(self.profile.seconds):
             found = [self._larger(now), self._checkpoints(now), self._optimizer(now), self._drive()]
         else:

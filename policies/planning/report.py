@@ -10,8 +10,9 @@ from ...sizes import format_bytes, format_seconds
 from ..base import StepMeasured
 from .advice import Adviser, moved
 from .link import Link
-from .names import Name, spoken
+from .names import Name
 from .profile import Profile
+from .repertoire import Repertoire
 from .stalls import LayerStall, Stalls
 from .step import StepUnderWay
 from .table import Table
@@ -81,12 +82,13 @@ class Report:
 class Account:
     """Keeps what became of planned steps, for a report on the last one that was measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, repertoire: Repertoire) -> None:
+        self._repertoire = repertoire
         self._first: int | None = None  # bytes beside blocks when the first step began
         self._standing: Sequence[int] = ()
         self._peak: int | None = None
         self._table: Table | None = None
-        self._measured: tuple[int, StepMeasured] | None = None
+        self._measured: tuple[StepUnderWay, StepMeasured] | None = None
         self._recorded: tuple[Profile, Sequence[Name]] | None = None
 
     def chosen(self, table: Table) -> None:
@@ -105,30 +107,27 @@ class Account:
     def measured(self, step: StepUnderWay, event: StepMeasured) -> None:
         """A step that has ended was measured."""
         if step.table is not None and not step.deviates:
-            self._table, self._measured = step.table, (step.number, event)
+            self._table, self._measured = step.table, (step, event)
         elif self._table is None and step.recording.regular:
             self._recorded = step.recording.profile(event.seconds), step.recording.names
 
-    @property
-    def step(self) -> tuple[Profile, list[str]]:
-        """The step, and its positions in words. Raises RuntimeError before one was measured."""
+    def step(self) -> tuple[Profile, Sequence[Name], Link]:
+        """The step that plans are for, its positions, and the link. Raises RuntimeError before one was measured."""
         if self._table is None and self._recorded is not None:
-            profile, names = self._recorded
-        else:
-            profile, names = self._now(self._planned()), self._planned().names
-        return profile, list(map(spoken, names))
+            return *self._recorded, self._repertoire.link
+        return self._now(self._planned()), self._planned().names, self._repertoire.link
 
     def _now(self, table: Table) -> Profile:
         """The step with what is allocated on the device by now."""
         alike = len(self._standing) == len(table.profile.standing)
         return table.profile.standing_at(self._standing) if alike else table.profile
 
-    def report(self, budget: int, link: Link) -> Report:
-        """Raises RuntimeError as long as there is no plan."""
-        table = self._planned()
+    def report(self) -> Report:
+        """It takes up to a second. Raises RuntimeError as long as there is no plan."""
+        table, budget, link = self._planned(), self._repertoire.budget, self._repertoire.link
         plan, profile = table.plan, table.profile
-        number, event = self._measured or (None, None)
-        whole = event is not None and len(event.seconds) == len(profile.seconds)
+        step, event = self._measured or (None, None)
+        whole = step is not None and event is not None and len(event.seconds) == len(step.recording.names)
         returning = sum(profile.nbytes[b] for b, k in plan.reload.items() if k < profile.dropped[b])
 
         def hidden(waits: float, out: float, back: float) -> float | None:
@@ -137,7 +136,7 @@ class Account:
 
         grown = self._standing[0] - self._first if self._standing and self._first is not None else 0
         return Report(
-            step=number,
+            step=None if step is None else step.number,
             budget=budget,
             planned_peak=plan.peak,
             measured_peak=self._peak,
@@ -148,7 +147,9 @@ class Account:
             moved=moved(profile, plan),
             planned_hidden=hidden(plan.waits, 0, 0),
             measured_hidden=hidden(event.stalls, event.out, event.back) if event is not None and whole else None,
-            stalls=Stalls(profile, plan, table.names, table.blocks, link).by_layer(event.waits if event else ()),
+            stalls=Stalls(profile, plan, table.names, table.blocks, link).by_layer(
+                event.waits if event else (), step.recording.names if step else ()
+            ),
             advice=Adviser(self._now(table), table.names, table.blocks, budget, link, grown, table.disk).advice(),
         )
 

@@ -65,8 +65,11 @@ class Stalls:
             self._late.append(late)
             late += stall.seconds
 
-    def by_layer(self, waits: Sequence[float] = ()) -> tuple[LayerStall, ...]:
-        """The longest first. waits: measured seconds at the last positions of the step; empty is not measured."""
+    def by_layer(self, waits: Sequence[float] = (), names: Sequence[Name] = ()) -> tuple[LayerStall, ...]:
+        """The longest first.
+
+        waits: measured seconds at the last positions of a step with these names; empty is not measured.
+        """
         found: dict[_Place, LayerStall] = {}
         longest: dict[_Place, int] = {}
         stalls = self._plan.stalls
@@ -76,7 +79,7 @@ class Stalls:
             found[place] = replace(before, seconds=before.seconds + stall.seconds)
             if place not in longest or stall.seconds > stalls[longest[place]].seconds:
                 longest[place] = i
-        for place, wait in zip(self._places[len(self._places) - len(waits) :], waits, strict=True):
+        for place, wait in zip(_places(names)[len(names) - len(waits) :], waits, strict=True):
             if wait > 0:
                 before = found.get(place) or LayerStall(*place, 0.0, 0.0, "")
                 found[place] = replace(before, measured=(before.measured or 0.0) + wait)

@@ -25,6 +25,7 @@ from typing import Any
 from ..policies.planning import BudgetTooSmall, Link, Plan, Profile, plan
 from ..policies.planning.advice import moved
 from ..policies.planning.bound import floor
+from ..policies.planning.needs import explained
 from ..rehearsal import VARIABLE
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             'TieringManager(policy="auto")'
         )
     step, link = Profile(**ample["step"]), Link(**ample["link"])
-    problem, report, text = _try(options, step, ample["positions"])
+    problem, report, text = _try(options, step, link, ample["names"])
     plans = _sweep(step, link, options.budget) if options.sweep or options.plot is not None else []
     if options.plot is not None:
         _draw(plans, options)
@@ -82,12 +83,12 @@ def run(options: argparse.Namespace) -> int:
     return 1 if problem else 0
 
 
-def _try(options: argparse.Namespace, step: Profile, positions: Sequence[str]) -> tuple[str, Any, str]:
+def _try(options: argparse.Namespace, step: Profile, link: Link, names: Sequence[Any]) -> tuple[str, Any, str]:
     """Runs the script with the budget. What is wrong, if anything is; the report for programs, and for people."""
-    least, moment, unmovable = floor(step.moments)
-    if options.budget < least:
-        position = step.moments.action[moment]
-        return str(BudgetTooSmall(options.budget, least, position, unmovable, positions[position])), None, ""
+    try:
+        plan(step, options.budget, link)
+    except BudgetTooSmall as error:
+        return str(explained(error, step, names)), None, ""
     hbm = options.hbm or int(options.budget / (1 - _FRAGMENTS)) + 1
     found = _rehearse(options, "trying the plan", hbm, options.budget)
     if found is None:
