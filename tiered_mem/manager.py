@@ -300,9 +300,10 @@ class TieringManager:
         if self._trace is not None:
             with self._turn:
                 overlap = summary_rows(self._trace.figures())
-        with contextlib.suppress(RuntimeError):
-            overlap += [("", ""), ("plan", str(self.report()))]
-        return summary(str(self.device.torch_device), stats, overlap)
+        told = summary(str(self.device.torch_device), stats, overlap)
+        with contextlib.suppress(RuntimeError):  # no plan
+            told += f"\n\n{self.report()}"
+        return told
 
     def report(self) -> Report:
         """With policy="auto": what the plan promises, what came of it, and what would help. print() shows it.
