@@ -2,7 +2,7 @@
 
     python -m ascend_emulator emulator/coverage.py [--write]
 
-It trains what tests/emulator/training_set.py and library_models.py name. Without --write the table is printed.
+It trains what emulator/tests/training_set.py and library_models.py name. Without --write the table is printed.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.emulator import library_models
-from tests.emulator.training_set import TRAINING_SET
+from emulator.tests import library_models
+from emulator.tests.training_set import TRAINING_SET
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- coverage.py -->\n", "<!-- end of coverage.py -->\n"
