@@ -46,6 +46,7 @@ ORDER = [
     ["host_tier", "torch_memory", "trace"],
     ["tiers", "transfer"],
     ["measured_link"],
+    ["rehearsal"],
     ["automatic"],
     ["fixed_slots"],
     ["shelf"],

@@ -103,9 +103,12 @@ class Stalls:
         before = self._in_front(queue, queue.index(b), begun - issued, rate)
         if before:
             return f"{what}: the link is busy with {self._named(before)} before it"
+        earlier = end - stall.seconds - issued
         if stall.cause is Cause.RELEASE:
-            return f"{what}: it was saved only {format_seconds(end - stall.seconds - issued)} before"
-        return f"{what}: there is room for it only {format_seconds(end - stall.seconds - issued)} before its use"
+            return f"{what}: it was saved only {format_seconds(earlier)} before"
+        if earlier <= 0:
+            return f"{what}: there is no room for it before its use"
+        return f"{what}: there is room for it only {format_seconds(earlier)} before its use"
 
     def _at(self, position: int, *, reloads: bool = False) -> float:
         """When a position comes, with the stalls before it; for reloads, with what is released there as well."""
