@@ -83,7 +83,8 @@ def test_the_report_tells_what_the_timeline_shows(tmp_path: Path) -> None:
     waits = sum(stall["measured"] for stall in report["stalls"])
     assert report["step"] == 4
     assert waits > 0.2 * report["compute"], "nothing waits"
-    assert report["measured"] == pytest.approx(said["seconds"], rel=0.02)
+    # A step of the report ends where the next one begins.
+    assert said["seconds"] <= report["measured"] <= 1.05 * said["seconds"]
     assert waits == pytest.approx(said["waits"], rel=0.02)
     assert report["planned"] == pytest.approx(report["measured"], rel=0.03)
     for stall in report["stalls"]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from .arguments import with_methods
 from .device import Device
 from .measured_link import measured
 from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_name
-from .rehearsal import rehearsed
+from .rehearsal import Rehearsal, Wish
 from .sizes import format_bytes, parse_bytes
 
 _log = logging.getLogger("tiered_mem.automatic")
@@ -23,10 +22,7 @@ _MEASURED_BYTES = 16 << 20
 
 
 class PolicyChoice:
-    """What a user says of the policy. Arguments and errors are those of TieringManager.
-
-    TIERED_MEM_DEVICE_BUDGET in the environment counts in place of device_budget.
-    """
+    """What a user says of the policy. Arguments and errors are those of TieringManager."""
 
     def __init__(self, policy: Policy | str, device_budget: int | str | None, slowdown: float | None) -> None:
         self._policy = policy
@@ -54,7 +50,8 @@ class PolicyChoice:
         return LayerOrderPolicy()
 
     def _planned(self, device: Device, usable: int, total: int, host_bytes: int | None) -> Policy:
-        asked = os.environ.get("TIERED_MEM_DEVICE_BUDGET", self._device_budget)
+        rehearsal = Wish.of_environment()
+        asked = self._device_budget if rehearsal is None else rehearsal.budget
         budget = usable if asked is None else parse_bytes(asked)
         if budget > total:
             raise ValueError(
@@ -75,4 +72,4 @@ class PolicyChoice:
             slowdown=self._slowdown,
             host_bytes=host_bytes,
         )
-        return rehearsed(planned)
+        return planned if rehearsal is None else Rehearsal(planned, rehearsal)

@@ -8,11 +8,12 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
-from .policies import Action, Event, OnRequest, PlannedPolicy, Policy, Report, StepBegin, StepMeasured
+from .policies import Action, Event, OnRequest, PlannedPolicy, Report, StepBegin, StepMeasured
 from .policies.planning import BudgetTooSmall
 
-# A number of steps, a colon, and the file to write.
+# In the environment: a number of steps, the bytes of the budget, and the file to write, with colons between.
 VARIABLE = "TIERED_MEM_REHEARSAL"
 
 
@@ -20,17 +21,32 @@ class RehearsalOver(SystemExit):
     """Ends the script, as sys.exit() would: what it has in `with` and `finally` still runs. Its status is 0."""
 
 
+class Wish(NamedTuple):
+    """What the environment asks for. budget: in place of the device_budget that the script says."""
+
+    steps: int
+    budget: int
+    file: Path
+
+    @classmethod
+    def of_environment(cls) -> Wish | None:
+        said = os.environ.get(VARIABLE)
+        if said is None:
+            return None
+        steps, budget, file = said.split(":", 2)
+        return cls(int(steps), int(budget), Path(file))
+
+
 class Rehearsal:
     """A policy that does what another one does, measures each step, and ends the script when enough were made.
 
-    steps: so many are made. The exception comes out of the forward that would begin the next one. file: where what
-    is known then is written as JSON, also if the script ends by itself, or there is no plan.
+    The exception comes out of the forward that would begin the next step. What is known is written to a file as
+    JSON before, also if the script ends by itself, or there is no plan.
     """
 
-    def __init__(self, policy: PlannedPolicy, steps: int, file: Path) -> None:
+    def __init__(self, policy: PlannedPolicy, wish: Wish) -> None:
         self._policy = policy
-        self._steps = steps
-        self._file = file
+        self._steps, _, self._file = wish
         self.gather_bytes = policy.gather_bytes
         self.check = policy.check
 
@@ -67,12 +83,3 @@ class Rehearsal:
         partial = self._file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(found))
         partial.replace(self._file)  # each process of a training writes it
-
-
-def rehearsed(policy: PlannedPolicy) -> Policy:
-    """The policy, or a rehearsal of it where the environment asks for one."""
-    wish = os.environ.get(VARIABLE)
-    if wish is None:
-        return policy
-    steps, _, file = wish.partition(":")
-    return Rehearsal(policy, int(steps), Path(file))

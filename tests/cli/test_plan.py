@@ -14,7 +14,7 @@ from tests.test_report import TRAIN
 from tiered_mem.cli import plan as verb
 from tiered_mem.policies import PlannedPolicy, StepBegin
 from tiered_mem.policies.planning import Link
-from tiered_mem.rehearsal import Rehearsal, RehearsalOver
+from tiered_mem.rehearsal import Rehearsal, RehearsalOver, Wish
 
 OPTIONS = ("--chip", "910b3", "--budget", "2GiB")
 
@@ -48,7 +48,7 @@ def test_what_is_not_installed_is_said_with_how_to_get_it(
 
 
 def test_a_rehearsal_ends_the_script_when_its_steps_are_made(tmp_path: Path) -> None:
-    policy = Rehearsal(PlannedPolicy(64, Link(1.0, 1.0)), 2, tmp_path / "found.json")
+    policy = Rehearsal(PlannedPolicy(64, Link(1.0, 1.0)), Wish(2, 64, tmp_path / "found.json"))
     for step in range(2):
         policy.decide(StepBegin(step))
     with pytest.raises(RehearsalOver) as ending:

@@ -110,8 +110,7 @@ def _rehearse(options: argparse.Namespace, what: str, hbm: int, budget: int) -> 
     with tempfile.TemporaryDirectory(prefix="tiered-mem-plan-") as folder:
         file = Path(folder) / "found.json"
         environment = os.environ | {
-            VARIABLE: f"{options.steps}:{file}",
-            "TIERED_MEM_DEVICE_BUDGET": str(budget),
+            VARIABLE: f"{options.steps}:{budget}:{file}",
             "TIERED_MEM_HOST_LIMIT": str(options.host),
         }
         done = subprocess.run([*command, options.script, *options.arguments], env=environment, stdout=sys.stderr)
