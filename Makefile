@@ -45,6 +45,12 @@ test-schedules: setup ## what make test leaves out: other schedules, the task qu
 	$(RACES)=late $(PYTEST) $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
 	$(RACES)=random $(PYTEST) $(DEVICE_TESTS) $(ONCE)
 
+# Each framework asks for others of its own: without them what is there stays as it is.
+test-integrations: setup ## the frameworks of docs/frameworks.md, in an environment of its own: five minutes
+	@$(RUN) -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/frameworks \
+	  --requirement requirements/frameworks.txt
+	PYTHONPATH=$(VENV)/frameworks $(PYTEST) tests/integrations
+
 mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
 	$(RUN) -m tests.mutants
 
@@ -100,4 +106,4 @@ clean: ## deletes .venv and the compiled emulator
 	$(MAKE) -C emulator clean
 	rm -rf $(VENV)
 
-.PHONY: help setup emulator compiler demo test test-schedules mutants lint bench silicon clean
+.PHONY: help setup emulator compiler demo test test-schedules test-integrations mutants lint bench silicon clean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +41,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-VOCABULARY, BATCH, LENGTH, WIDTH, HEADS, LAYERS, CLASSES = 64, 4, 12, 32, 4, 2, 5
+VOCABULARY, BATCH, LENGTH, WIDTH, INNER, HEADS, LAYERS, CLASSES = 64, 4, 12, 32, 48, 4, 2, 5
 IMAGE, PATCH, MELS, FRAMES = 32, 4, 8, 24
 
 To = Callable[[Tensor], Tensor]  # brings what a batch is made of to the model's device and dtype
-
 
 STEPS = 2
 
@@ -140,169 +140,90 @@ def contrastive_loss(model: nn.Module, to: To) -> Tensor:
     return loss
 
 
-def denoising_loss(model: nn.Module, to: To) -> Tensor:
+def denoising_loss(model: nn.Module, to: To, **given: Tensor) -> Tensor:
     images, noise = to(torch.randn(2, 3, 16, 16)), to(torch.randn(2, 3, 16, 16))
     times = to(torch.randint(0, 1000, (2,)))
-    return F.mse_loss(model(images + noise, times).sample, noise)
+    return F.mse_loss(model(images + noise, timestep=times, **given).sample, noise)
 
 
 def conditional_denoising_loss(model: nn.Module, to: To) -> Tensor:
-    images, noise = to(torch.randn(2, 3, 16, 16)), to(torch.randn(2, 3, 16, 16))
-    times, labels = to(torch.randint(0, 1000, (2,))), to(torch.randint(0, CLASSES, (2,)))
-    return F.mse_loss(model(images + noise, timestep=times, class_labels=labels).sample, noise)
+    return denoising_loss(model, to, class_labels=to(torch.randint(0, CLASSES, (2,))))
+
+
+# What several configs call by the same names.
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": INNER,
+}
+DECODER = SIZES | {"vocab_size": VOCABULARY, "num_key_value_heads": 2}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+DENOISER: dict[str, Any] = {"sample_size": 16, "in_channels": 3, "norm_num_groups": 4}
+
+
+def dropouts(dropout: float, *names: str) -> dict[str, float]:
+    return dict.fromkeys(names, dropout)
 
 
 def gpt2(dropout: float) -> nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=LENGTH,
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            bos_token_id=1,
-            eos_token_id=2,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-        )
-    )
+    sizes = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+    dropped = dropouts(dropout, "resid_pdrop", "embd_pdrop", "attn_pdrop")
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **ENDS, **dropped))
 
 
 def llama(dropout: float) -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=2,
-            attention_dropout=dropout,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**DECODER, attention_dropout=dropout))
 
 
 def qwen3(dropout: float) -> nn.Module:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=2,
-            head_dim=16,
-            attention_dropout=dropout,
-        )
-    )
+    return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=16, attention_dropout=dropout))
 
 
 def mixtral(dropout: float) -> nn.Module:
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            output_router_logits=True,
-            attention_dropout=dropout,
-        )
-    )
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**DECODER, **experts, attention_dropout=dropout))
 
 
 def mamba(dropout: float) -> nn.Module:
-    return MambaForCausalLM(
-        MambaConfig(
-            vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=LAYERS, time_step_rank=2
-        )
-    )
+    sizes = {"hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": LAYERS, "time_step_rank": 2}
+    return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, **sizes))
 
 
 def bert(dropout: float) -> nn.Module:
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            intermediate_size=48,
-            max_position_embeddings=LENGTH,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-    )
+    dropped = dropouts(dropout, "hidden_dropout_prob", "attention_probs_dropout_prob")
+    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **SIZES, **dropped))
 
 
 def t5(dropout: float) -> nn.Module:
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": INNER, "num_layers": LAYERS, "num_heads": HEADS}
     return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            d_kv=8,
-            d_ff=48,
-            num_layers=LAYERS,
-            num_heads=HEADS,
-            dropout_rate=dropout,
-            decoder_start_token_id=0,
-        )
+        T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes, dropout_rate=dropout)
     )
 
 
 def whisper(dropout: float) -> nn.Module:
+    of_each = {"layers": LAYERS, "attention_heads": HEADS, "ffn_dim": INNER}
+    sizes = {f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in of_each.items()}
+    positions = {"max_source_positions": FRAMES // 2, "max_target_positions": LENGTH}
+    special = ENDS | {"pad_token_id": 0, "decoder_start_token_id": 1}
+    dropped = dropouts(dropout, "dropout", "attention_dropout", "activation_dropout")
     return WhisperForConditionalGeneration(
         WhisperConfig(
-            vocab_size=VOCABULARY,
-            num_mel_bins=MELS,
-            d_model=WIDTH,
-            encoder_layers=LAYERS,
-            decoder_layers=LAYERS,
-            encoder_attention_heads=HEADS,
-            decoder_attention_heads=HEADS,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_source_positions=FRAMES // 2,
-            max_target_positions=LENGTH,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            dropout=dropout,
-            attention_dropout=dropout,
-            activation_dropout=dropout,
+            vocab_size=VOCABULARY, num_mel_bins=MELS, d_model=WIDTH, **sizes, **positions, **special, **dropped
         )
     )
 
 
 def vit(dropout: float) -> nn.Module:
+    dropped = dropouts(dropout, "hidden_dropout_prob", "attention_probs_dropout_prob")
     return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            intermediate_size=48,
-            image_size=IMAGE,
-            patch_size=8,
-            num_labels=CLASSES,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
+        ViTConfig(**SIZES, image_size=IMAGE, patch_size=8, num_labels=CLASSES, **dropped)
     )
 
 
 def clip(dropout: float) -> nn.Module:
-    tower = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "projection_dim": 16,
-        "attention_dropout": dropout,
-    }
+    tower = SIZES | {"projection_dim": 16, "attention_dropout": dropout}
     ends = {"bos_token_id": 1, "eos_token_id": VOCABULARY - 1}
     text = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH} | ends
     images = {"image_size": IMAGE, "patch_size": 8}
@@ -316,38 +237,22 @@ def resnet50(dropout: float) -> nn.Module:
 
 
 def swin(dropout: float) -> nn.Module:
-    return SwinForImageClassification(
-        SwinConfig(
-            image_size=IMAGE,
-            patch_size=2,
-            embed_dim=16,
-            depths=[2, 2],
-            num_heads=[2, 4],
-            window_size=4,
-            num_labels=CLASSES,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            drop_path_rate=dropout,
-        )
-    )
+    sizes = {"patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+    dropped = dropouts(dropout, "hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+    return SwinForImageClassification(SwinConfig(image_size=IMAGE, num_labels=CLASSES, **sizes, **dropped))
 
 
 def convnext(dropout: float) -> nn.Module:
-    return ConvNextForImageClassification(
-        ConvNextConfig(
-            hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, num_labels=CLASSES, drop_path_rate=dropout
-        )
-    )
+    sizes = {"hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2}
+    return ConvNextForImageClassification(ConvNextConfig(**sizes, num_labels=CLASSES, drop_path_rate=dropout))
 
 
 def unet(dropout: float) -> nn.Module:
     return UNet2DModel(
-        sample_size=16,
-        in_channels=3,
+        **DENOISER,
         out_channels=3,
         layers_per_block=1,
         block_out_channels=(16, 32),
-        norm_num_groups=4,
         attention_head_dim=8,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
@@ -356,17 +261,8 @@ def unet(dropout: float) -> nn.Module:
 
 
 def dit(dropout: float) -> nn.Module:
-    model = DiTTransformer2DModel(
-        num_attention_heads=HEADS,
-        attention_head_dim=8,
-        in_channels=3,
-        num_layers=LAYERS,
-        dropout=dropout,
-        norm_num_groups=4,
-        sample_size=16,
-        patch_size=4,
-        num_embeds_ada_norm=1000,
-    )
+    sizes = {"num_attention_heads": HEADS, "attention_head_dim": 8, "num_layers": LAYERS, "patch_size": 4}
+    model = DiTTransformer2DModel(**DENOISER, **sizes, num_embeds_ada_norm=1000, dropout=dropout)
     for module in model.modules():
         if isinstance(module, LabelEmbedding):
             module.dropout_prob = dropout

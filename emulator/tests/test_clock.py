@@ -189,22 +189,21 @@ def test_races_are_found_with_a_clock_and_tell_its_time(tmp_path: Path) -> None:
     assert second.endswith(", issued at 70.000 us")
 
 
-BUSY = """
-    import time
-    from emulator.tests.timed import Bench
-    bench = Bench()
-    bench.start()
-    busy_until = time.thread_time() + 0.05
-    while time.thread_time() < busy_until:
-        pass
-    bench.fill(0, 10)
-    print(bench.now() / 1e3)
+VIEWS = """
+    import ascend_emulator
+    import torch
+    x = torch.zeros(8, device="npu")
+    torch.npu.synchronize()
+    begin = ascend_emulator.now()
+    for _ in range(10):
+        x.view(2, 4)
+    print(round(1e6 * (ascend_emulator.now() - begin)))
 """
 
 
-@pytest.mark.parametrize(("factor", "low", "high"), [("0", 0.02, 0.02), ("2", 100, 300)])
-def test_the_hosts_own_computing_counts_if_it_is_to(tmp_path: Path, factor: str, low: float, high: float) -> None:
-    script = write_script(tmp_path, BUSY)
-    options = (*machine(tmp_path), "--host-cpu", factor)
-    done = run(*EMULATOR, *options, script, cwd=tmp_path, pythonpath=ROOT)
-    assert low <= float(done.stdout) <= high, done.stderr
+@pytest.mark.parametrize(("options", "microseconds"), [((), 0), (("--host-operators",), 30)])
+def test_operators_cost_the_host_if_they_are_to(
+    tmp_path: Path, options: tuple[str, ...], microseconds: int
+) -> None:
+    done = run(*EMULATOR, *machine(tmp_path), *options, write_script(tmp_path, VIEWS), cwd=tmp_path)
+    assert int(done.stdout) == microseconds, done.stderr

@@ -73,13 +73,7 @@ WRONG_OPTIONS = {
         {"server": "atlas-a2"},
         "a server is there for modelled time, so it needs a clock",
     ),
-    "a factor without a clock": ({"host_cpu_factor": 1}, "a host CPU factor needs a clock"),
-    "a negative factor": (
-        {"clock": "910b", "host_cpu_factor": -1},
-        "the host CPU factor must be a number of at least 0",
-    ),
-    "a factor of another kind": ({"clock": "910b", "host_cpu_factor": "x"}, "the host CPU factor must be a number"),
-    "an endless factor": ({"clock": "910b", "host_cpu_factor": "inf"}, "the host CPU factor must be a number"),
+    "operators without a clock": ({"host_operators": True}, "what operators cost the host needs a clock"),
 }
 
 
@@ -195,7 +189,7 @@ def test_a_child_reads_the_same_machine_from_another_folder(
 ) -> None:
     machine(tmp_path)
     monkeypatch.chdir(tmp_path)
-    chosen = Options.of({"clock": "chip.toml", "server": "server.toml", "host_cpu_factor": "1.5"}, {})
+    chosen = Options.of({"clock": "chip.toml", "server": "server.toml", "host_operators": True}, {})
     monkeypatch.chdir("/")
     assert Options.inherited(chosen.environment()) == chosen
-    assert chosen.environment()["ASCEND_EMULATOR_MODEL"].endswith("host_cpu_factor=1.5")
+    assert "host.operator_us=3.0" in chosen.environment()["ASCEND_EMULATOR_MODEL"]

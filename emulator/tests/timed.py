@@ -33,6 +33,7 @@ softmax_share = 0.25
 factor = 1
 [host]
 issue_us = 20
+operator_us = 3
 event_us = 5
 query_us = 1
 wait_us = 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -73,13 +74,18 @@ def scaled(model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-def allocations() -> list[tuple[str, int, int, int, int]]:
-    """What torch's allocator did: streams by the order in which they come, addresses by segment and offset."""
-    (trace,) = torch.npu.memory._snapshot()["device_traces"]
+def trace() -> list[dict[str, Any]]:
+    """What torch's allocator did."""
+    (entries,) = torch.npu.memory._snapshot()["device_traces"]
+    return list(entries)
+
+
+def allocations(entries: list[dict[str, Any]]) -> list[tuple[str, int, int, int, int]]:
+    """The same for any two runs: streams by the order in which they come, addresses by segment and offset."""
     streams: dict[int, int] = {}
     segments: dict[int, int] = {}
     rows = []
-    for entry in trace:
+    for entry in entries:
         address = entry["addr"]
         if entry["action"] == "segment_alloc":
             segments[address] = len(segments)
@@ -89,19 +95,26 @@ def allocations() -> list[tuple[str, int, int, int, int]]:
     return rows
 
 
-def record(train: Callable[[Any], None], model: Callable[[], nn.Module]) -> dict[str, Any]:
+def record(train: Callable[[], object]) -> dict[str, Any]:
+    """What a training did on the device, and when: in nanoseconds since it began."""
     torch.manual_seed(0)
     torch.npu.reset_peak_memory_stats()
-    before = len(allocations())
+    before, begin = len(trace()), ascend_emulator.now()
+
+    def since(seconds: float) -> int:
+        return round(1e9 * (seconds - begin))
+
     with ascend_emulator.record_timeline() as spans:
-        train(model())
+        train()
         torch.npu.synchronize()
-    torch.npu.empty_cache()
+    gc.collect()  # what lies in a cycle, as Mamba does
+    done = trace()[before:]
+    torch.npu.empty_cache()  # segment by segment, in the order of their streams' addresses: another in each run
     return {
-        "allocations": allocations()[before:],
+        "allocations": allocations(done),
         "peak": torch.npu.max_memory_allocated(),
-        "timeline": spans,
-        "now": ascend_emulator.now(),
+        "timeline": [(*span[:-2], since(span.start), since(span.end)) for span in spans],
+        "now": since(ascend_emulator.now()),
     }
 
 
@@ -134,7 +147,9 @@ if __name__ == "__main__":
     programs = {"plain": plain, "tiered": tiered, "scaled": scaled}
     models = {"GPT": gpt, "Llama": llama}
     found: dict[str, Any] = {
-        f"{how} {what}": record(train, model) for how, train in programs.items() for what, model in models.items()
+        f"{how} {what}": record(lambda train=train, model=model: train(model()))  # type: ignore[misc]
+        for how, train in programs.items()
+        for what, model in models.items()
     }
     if "large" in sys.argv:
         found["large"] = large()

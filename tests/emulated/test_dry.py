@@ -20,9 +20,9 @@ RUNS = [f"{how} {what}" for how in ("plain", "tiered", "scaled") for what in ("G
 Found = dict[str, dict[str, Any]]
 
 
-def train(*options: str, asked: tuple[str, ...] = (), **environment: str) -> Found:
+def train(*options: str, program: tuple[str, ...] = PROGRAM, **environment: str) -> Found:
     here = Path.cwd()
-    done = run(*EMULATOR, *CLOCK, *options, *PROGRAM, *asked, cwd=here, pythonpath=here, **environment)
+    done = run(*EMULATOR, *CLOCK, *options, *program, cwd=here, pythonpath=here, **environment)
     assert done.returncode == 0, done.stderr
     found: Found = json.loads(done.stdout)
     return found
@@ -35,7 +35,7 @@ def real() -> Found:
 
 @pytest.fixture(scope="module")
 def dry() -> Found:
-    return train("--dry", "--host", "512GiB", asked=("large",), TIERED_MEM_HOST_LIMIT="512GiB")
+    return train("--dry", "--host", "512GiB", program=(*PROGRAM, "large"), TIERED_MEM_HOST_LIMIT="512GiB")
 
 
 @pytest.mark.parametrize("name", RUNS)
