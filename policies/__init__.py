@@ -30,6 +30,7 @@ from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
 from .planned import PlannedPolicy
 from .planning.link import Link
+from .planning.report import Report
 from .planning.share import StatesShare
 from .synchronization_dict import SynchronizationDictPolicy
 
@@ -56,6 +57,7 @@ __all__ = [
     "Refused",
     "Release",
     "Reload",
+    "Report",
     "Saved",
     "Spill",
     "StatesShare",

@@ -178,6 +178,7 @@ class StepMeasured:
         left out, and Memory, StepMeasured, HostPressure and Refused left out.
     stalls: the seconds in which compute waited for copies.
     out, back: bytes each second of copies from and to the device while they ran; 0 where there were none.
+    waits: of `stalls`, the seconds at each position; empty where that is not known.
     """
 
     step: int
@@ -185,6 +186,7 @@ class StepMeasured:
     stalls: float
     out: float = 0.0
     back: float = 0.0
+    waits: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

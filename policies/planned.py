@@ -31,6 +31,7 @@ from .planning.bound import BudgetTooSmall
 from .planning.link import Link
 from .planning.names import Name
 from .planning.repertoire import Repertoire
+from .planning.report import Account, Report
 from .planning.residence import Place, Residence
 from .planning.share import StatesShare
 from .planning.step import StepUnderWay
@@ -101,6 +102,7 @@ class PlannedPolicy:
         self._step: StepUnderWay | None = None
         self._ended: dict[int, StepUnderWay] = {}
         self._lru: LRUPolicy | None = None
+        self.account = Account(self._repertoire)
         self._overruns = 0
         self._untimed = 0  # steps since the last that was timed
         self._strays = 0  # steps since the last that was of a known kind
@@ -124,6 +126,10 @@ class PlannedPolicy:
     def check(self, num_layers: int) -> None:
         """Suits every model."""
 
+    def report(self) -> Report:
+        """What the last plan promises, and what came of it. Raises RuntimeError as long as there is none."""
+        return self.account.report()
+
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
             case Memory(device, peak, reserved):
@@ -143,6 +149,7 @@ class PlannedPolicy:
             case StepMeasured(step, seconds, stalls, out, back):
                 ended = self._ended.pop(step, None)
                 if ended is not None:
+                    self.account.measured(ended, event)
                     self._learn(ended, seconds, stalls, out, back)
             case Refused(action):
                 self._residence.refused(action)
@@ -167,6 +174,7 @@ class PlannedPolicy:
         self._strays = self._strays + 1 if step.deviates else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
+        self.account.ended(step)
         if step.table is not None and step.peak > self._room:
             self._overrun(step.peak + self.states.kept)
         if step.exact and step.reserved and self._fragments is not None:
@@ -252,7 +260,8 @@ class PlannedPolicy:
         if found is None:
             self._record(step.number)
         elif step.sizes:
-            step.play(*found, self._repertoire.table(*found))
+            step.play(*found, table := self._repertoire.table(*found))
+            self.account.chosen(table)
             self._lru = None
 
     def _learning(self, others: int | None) -> LRUPolicy:

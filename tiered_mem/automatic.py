@@ -10,6 +10,7 @@ from .errors import TierFull
 from .measured_drive import measured_drive
 from .measured_link import measured
 from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_name
+from .rehearsal import Rehearsal, Wish
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
 
@@ -53,8 +54,10 @@ class PolicyChoice:
 
     def _planned(
         self, device: Device, usable: int, total: int, host_bytes: int | None, disk: DiskTier | None
-    ) -> PlannedPolicy:
-        budget = usable if self._device_budget is None else parse_bytes(self._device_budget)
+    ) -> Policy:
+        rehearsal = Wish.of_environment()
+        asked = self._device_budget if rehearsal is None else rehearsal.budget
+        budget = usable if asked is None else parse_bytes(asked)
         if budget > total:
             raise ValueError(
                 f"device_budget is {format_bytes(budget)}, and the device has {format_bytes(total)}, of which this "
@@ -67,13 +70,14 @@ class PolicyChoice:
             "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
             *(format_bytes(budget), speed.from_device, speed.to_device, 100 * both),
         )
-        return PlannedPolicy(
+        planned = PlannedPolicy(
             budget,
             Link(out, back, both=both, drive=None if disk is None else _drive(disk)),
-            fragments=int(_FRAGMENTS * total) if self._device_budget is None else None,
+            fragments=int(_FRAGMENTS * total) if asked is None else None,
             slowdown=self._slowdown,
             host_bytes=host_bytes,
         )
+        return planned if rehearsal is None else Rehearsal(planned, rehearsal)
 
 
 def _drive(disk: DiskTier) -> Link | None:

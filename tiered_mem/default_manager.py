@@ -15,7 +15,7 @@ from .manager import TieringManager
 
 _PREFIX = "TIERED_MEM_"
 # Others that begin like ours, and are read elsewhere.
-_ELSEWHERE = ("TIERED_MEM_HOST_LIMIT", "TIERED_MEM_TEST_DEVICE")
+_ELSEWHERE = ("TIERED_MEM_HOST_LIMIT", "TIERED_MEM_REHEARSAL", "TIERED_MEM_TEST_DEVICE")
 
 
 class DefaultManager:

@@ -34,8 +34,8 @@ from .interrupts import Interrupts, uninterrupted
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, PlannedPolicy, Policy
-from .report import flatten, summary
+from .policies import Action, PlannedPolicy, Policy, Report
+from .report import flatten, plan_report, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
 from .stats import Counters, Stats
@@ -300,12 +300,25 @@ class TieringManager:
 
     @uninterrupted
     def memory_summary(self) -> str:
-        """The stats as a table: what moved, and with trace=True how much of it was hidden and who waited."""
+        """The stats as a table: what moved, with trace=True how much of it was hidden and who waited, and a plan's
+        report.
+        """
         stats, overlap = self.stats(), [("overlap", "not measured: it takes trace=True")]
         if self._trace is not None:
             with self._turn:
                 overlap = summary_rows(self._trace.figures())
-        return summary(str(self.device.torch_device), stats, overlap)
+        told = summary(str(self.device.torch_device), stats, overlap)
+        with contextlib.suppress(RuntimeError):  # no plan
+            told += f"\n\n{self.report()}"
+        return told
+
+    def report(self) -> Report:
+        """With policy="auto": what the plan promises, what came of it, and what would help. print() shows it.
+
+        Takes up to a second. Raises RuntimeError where there is no plan: with other policies, and in the first
+        step.
+        """
+        return plan_report(self._policy)
 
     @uninterrupted
     def export_trace(self, path: str | os.PathLike[str]) -> None:

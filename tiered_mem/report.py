@@ -1,11 +1,13 @@
-"""A manager's counts, as a dictionary and as a table."""
+"""A manager's counts, as a dictionary and as a table, and its policy's report."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 from .activations.block import Block, Place
 from .allocators.base import PoolStats
+from .policies import Policy, Report
 from .sizes import format_bytes
 from .spill.disk_record import DiskStats
 from .stats import REASONS, Counters, Moved, Stats
@@ -106,3 +108,14 @@ def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequen
     rows += overlap
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def plan_report(policy: Policy) -> Report:
+    """What a policy that plans has to report. Raises RuntimeError for any other, and where there is no plan yet."""
+    report = getattr(policy, "report", None)
+    if report is None:
+        raise RuntimeError(
+            f"{type(policy).__name__} makes no plans to report on, as policy='auto' does; stats() and "
+            "memory_summary() tell what moved, and with trace=True what was waited for"
+        )
+    return cast(Report, report())

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: 4096, "512MiB", "64GiB"."""
+"""Sizes in bytes as people write them: 4096, "512MiB", "64GiB". And seconds."""
 
 from __future__ import annotations
 
@@ -36,3 +36,8 @@ def format_bytes(nbytes: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Such as "1.2 ms", and "12.5 s" from ten on."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"

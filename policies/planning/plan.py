@@ -43,6 +43,11 @@ class Plan:
     stalls: tuple[Stall, ...]
     bound: float
 
+    @property
+    def waits(self) -> float:
+        """The seconds of all stalls."""
+        return sum(stall.seconds for stall in self.stalls)
+
 
 @dataclass(frozen=True)
 class DiskPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from .moments import Moments
 
@@ -58,9 +59,27 @@ class Profile:
             before = saved
 
     @cached_property
+    def clock(self) -> list[float]:
+        """When each position comes, and the end, in seconds from the first and without stalls."""
+        return [0.0, *accumulate(self.seconds)]
+
+    @cached_property
     def moments(self) -> Moments:
         """The positions as the planner sees them."""
         return Moments(self.seconds, self.unmovable, self.nbytes, self.saved, self.used, self.dropped)
+
+    def standing_at(self, standing: Sequence[int]) -> Profile:
+        """The step as it is when so much memory is allocated at each position.
+
+        What is transient is as much as in this one: between two positions that is what comes above both.
+        """
+
+        def higher(at: Sequence[int]) -> list[int]:
+            return list(map(max, at, [*at[1:], *standing[:1]]))
+
+        transient = map(int.__sub__, self.unmovable, higher(self.standing))
+        unmovable = [low + max(0, more) for low, more in zip(higher(standing), transient, strict=True)]
+        return replace(self, unmovable=unmovable, standing=standing)
 
     def scaled(self, ratio: float) -> Profile:
         """The step with blocks, times and transient memory `ratio` times as large.

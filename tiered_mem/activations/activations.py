@@ -256,7 +256,8 @@ class PolicyActions:
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
 _INT = frozenset({int})
-_ON_REQUEST = frozenset(get_args(OnRequest))
+# StepMeasured is there only of a step in which it was asked for, and comes later.
+_ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
 
 
 def checked(policy: Policy, answer: object) -> list[Action]:

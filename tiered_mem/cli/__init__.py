@@ -13,10 +13,10 @@ from types import FrameType
 from typing import NoReturn
 
 from ..errors import TieredMemError
-from . import clean, inspect, probe
+from . import clean, inspect, plan, probe
 from .output import plain
 
-_VERBS = {"probe": probe, "inspect": inspect, "clean": clean}
+_VERBS = {"probe": probe, "inspect": inspect, "clean": clean, "plan": plan}
 _REFUSED = 2
 
 
@@ -60,7 +60,8 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tiered-mem", description="Looks at what tiered_mem runs on, and at its spill files.")
+    what = "Looks at what tiered_mem runs on and at its spill files, and plans trainings."
+    parser = _Parser(prog="tiered-mem", description=what)
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
     for name, verb in _VERBS.items():

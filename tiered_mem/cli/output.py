@@ -1,7 +1,8 @@
-"""Output: tables for people, JSON for programs, and a progress bar."""
+"""Output: tables for people, JSON for programs, and a progress bar. And the sizes among the options."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+
+from ..sizes import parse_bytes
 
 # In characters. Where there is no terminal with a width of its own, lines of a table are not broken.
 _WIDE = 200
@@ -50,3 +53,11 @@ def byte_bar() -> Progress:
 def plain(text: str) -> str:
     """The text without control characters, as names of files may hold anything."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def size(text: str) -> int:
+    """The type of an option that is a size, such as 4GiB."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ..allocators.base import round_up
-from ..sizes import format_bytes, parse_bytes
+from ..sizes import format_bytes
 from ..spill.disk_tier import SMALLEST_RECORD, DiskTier
 from ..spill.filesystem import direct_io_alignment, filesystem_of, memory_at, pages
 from ..spill.folder import owners
 from ..spill.io_queue import Job
 from ..spill.record_io import Piece, checksum_by_name
 from .inspect import ask
-from .output import byte_bar, console, plain, table, write_json
+from .output import byte_bar, console, plain, size, table, write_json
 
 if TYPE_CHECKING:
     from ..measured_link import MeasuredLink
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dir", metavar="DIR", nargs="?", type=Path, help="on the drive; by default the temporary files'"
     )
-    parser.add_argument("--bytes", type=_size, default=256 << 20, help="how much is written, such as 4GiB (256MiB)")
+    parser.add_argument("--bytes", type=size, default=256 << 20, help="how much is written, such as 4GiB (256MiB)")
     parser.add_argument(
         "--device", help='such as "npu:1"; "cpu" leaves the link out (the accelerator that torch has)'
     )
@@ -205,13 +205,6 @@ def _wait(jobs: Iterable[Job], pieces: Sequence[Piece], advance: Callable[[int],
         if job.error is not None:
             raise job.error
         advance(piece.nbytes)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _show(link: MeasuredLink | None, why: str, drive: Drive, title: str, screen: Console) -> None:

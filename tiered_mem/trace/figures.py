@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..sizes import format_bytes
+from ..sizes import format_bytes, format_seconds
 from .timeline import layer_name
 
 
@@ -57,13 +57,15 @@ class Stall:
 
 def summary_rows(figures: Figures) -> list[tuple[str, str]]:
     """The figures for people, as labels and values."""
-    stalls = [f"{_duration(s.seconds)} {s.why} in {layer_name(s.layer, s.backward)}" for s in figures.stalls[:3]]
-    waited = _duration(sum(stall.seconds for stall in figures.stalls))
+    stalls = [
+        f"{format_seconds(s.seconds)} {s.why} in {layer_name(s.layer, s.backward)}" for s in figures.stalls[:3]
+    ]
+    waited = format_seconds(sum(stall.seconds for stall in figures.stalls))
     rows = [
         ("offload copies", _told(figures.offload)),
         ("reload copies", _told(figures.reload)),
         ("compute waited for them", f"{waited}: {', '.join(stalls)}" if stalls else "never"),
-        ("host waited for room", _duration(figures.host_waits.seconds)),
+        ("host waited for room", format_seconds(figures.host_waits.seconds)),
     ]
     files = (("files written", figures.writes), ("files read", figures.reads))
     return rows + [(name, _rate(each)) for name, each in files if each.count]
@@ -78,8 +80,4 @@ def _told(copies: Total) -> str:
     if copies.hidden is None:
         return "none"
     moved = f"{format_bytes(copies.nbytes)} in {copies.count} groups"
-    return f"{moved}, {_duration(copies.seconds)}, {100 * copies.hidden:.0f} % hidden"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
+    return f"{moved}, {format_seconds(copies.seconds)}, {100 * copies.hidden:.0f} % hidden"

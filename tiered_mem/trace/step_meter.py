@@ -97,7 +97,8 @@ class _Times:
             for begin, end, stall in zip(self._at, self._at[1:], self._stalls, strict=False)
         ]
         rates = [self._nbytes[way] / seconds if seconds > 0 else 0.0 for way, seconds in self._seconds.items()]
-        return StepMeasured(self._step, compute, sum(self._stalls), *rates)
+        out, back = rates
+        return StepMeasured(self._step, compute, sum(self._stalls), out, back, self._stalls[: len(compute)])
 
     def _see(self, record: TraceRecord) -> None:
         if isinstance(record, Mark) and record.of is self:

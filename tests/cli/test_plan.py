@@ -1,0 +1,96 @@
+"""tiered-mem plan: a script that trains is recorded in a dry run, tried with the budget, and planned for others."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from emulator.tests.launch import run
+from tests.cli.conftest import Command
+from tests.test_report import TRAIN
+from tiered_mem.cli import plan as verb
+from tiered_mem.policies import PlannedPolicy, StepBegin
+from tiered_mem.policies.planning import Link
+from tiered_mem.rehearsal import Rehearsal, RehearsalOver, Wish
+
+OPTIONS = ("--chip", "910b3", "--budget", "2GiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "1GiB", "train.py"], "the following arguments are required: --chip"),
+        (["--chip", "910b3", "--budget", "much", "train.py"], "'much' is not a size"),
+        ([*OPTIONS], "the following arguments are required: SCRIPT"),
+        ([*OPTIONS, "--steps", "2", "train.py"], "--steps is at least 3, not 2"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(command: Command, arguments: list[str], said: str) -> None:
+    done = command("plan", *arguments)
+    assert (done.status, done.out) == (2, "")
+    assert said in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["ascend_emulator", "matplotlib"])
+def test_what_is_not_installed_is_said_with_how_to_get_it(
+    command: Command, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setattr(verb, "find_spec", lambda name: None if name == missing else find_spec("json"))
+    done = command("plan", *OPTIONS, "--plot", "sweep.png", "train.py")
+    assert (done.status, done.out) == (2, "")
+    assert {"ascend_emulator": "pip install ./emulator", "matplotlib": "pip install matplotlib"}[
+        missing
+    ] in done.err
+
+
+def test_a_rehearsal_ends_the_script_when_its_steps_are_made(tmp_path: Path) -> None:
+    policy = Rehearsal(PlannedPolicy(64, Link(1.0, 1.0)), Wish(2, 64, tmp_path / "found.json"))
+    for step in range(2):
+        policy.decide(StepBegin(step))
+    with pytest.raises(RehearsalOver) as ending:
+        policy.decide(StepBegin(2))
+    assert ending.value.code == 0
+
+
+@pytest.mark.slow(why="the script runs twice")
+def test_a_training_is_planned(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.replace("range(6)", "range(int(sys.argv[2]))"))
+
+    def planned(budget: str, *arguments: str, status: int = 0) -> tuple[str, str]:
+        command = ("-m", "tiered_mem", "plan", "--chip", "910b3", "--budget", budget)
+        done = run(*command, *arguments, cwd=tmp_path, pythonpath=Path.cwd())
+        assert done.returncode == status, done.stderr
+        return done.stdout, done.stderr
+
+    out, _ = planned("1900MiB", "--json", "--sweep", "--hbm", "4GiB", str(script), "1GiB", "100")
+    found = json.loads(out)
+    assert found["problem"] == ""
+    assert found["report"]["budget"] == 1900 << 20  # and not what the script says
+    assert found["report"]["measured_peak"] <= 1900 << 20
+    budgets = [row["budget"] for row in found["sweep"]]
+    assert budgets == sorted(budgets)
+    assert 1900 << 20 in budgets
+    assert all(row["peak"] <= row["budget"] and row["least"] <= row["seconds"] for row in found["sweep"])
+    assert found["sweep"][-1]["moved"] == 0 < found["sweep"][0]["moved"]
+    out, err = planned("100MiB", str(script), "1GiB", "100", status=1)
+    assert "the budget of 100.0 MiB is below" in out
+    assert "trying the plan" not in err
+    _, err = planned("1900MiB", str(script), "1GiB", "1", status=2)
+    assert "has ended before a planned step was measured" in err.splitlines()[-1]
+
+
+@pytest.mark.slow(why="it draws")
+def test_the_sweep_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    picture = tmp_path / "sweep.png"
+    options = ("--chip", "910b3", "--budget", "1900MiB", "--hbm", "4GiB", "--plot", str(picture))
+    done = run("-m", "tiered_mem", "plan", *options, str(script), cwd=tmp_path, pythonpath=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
