@@ -29,6 +29,7 @@ from .base import (
 from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
 from .planned import PlannedPolicy
+from .planning.bound import BudgetTooSmall
 from .planning.link import Link
 from .planning.report import Report
 from .planning.share import StatesShare
@@ -36,6 +37,7 @@ from .synchronization_dict import SynchronizationDictPolicy
 
 __all__ = [
     "Action",
+    "BudgetTooSmall",
     "Dropped",
     "Event",
     "ExactMemory",

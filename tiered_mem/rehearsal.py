@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from .policies import Action, Event, OnRequest, PlannedPolicy, Report, StepBegin, StepMeasured
-from .policies.planning import BudgetTooSmall
+from .policies import Action, BudgetTooSmall, Event, OnRequest, PlannedPolicy, Report, StepBegin, StepMeasured
 
 # In the environment: a number of steps, the bytes of the budget, and the file to write, with colons between.
 VARIABLE = "TIERED_MEM_REHEARSAL"
