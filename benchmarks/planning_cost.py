@@ -3,8 +3,8 @@
     python -m benchmarks.planning_cost
 
 No device is needed. Times are the calling thread's own, and medians. A plan is made for training steps of 400 and
-of 5,000 blocks, of which half have to leave. A decision is the mean over all events of a step that plays a plan, with
-the word about memory before each, beside LayerOrderPolicy's over the events that it is told.
+of 5,000 blocks, of which half have to leave. A decision is the mean over all events of a step that plays a plan,
+with the word about memory before each, beside LayerOrderPolicy's over the events that it is told.
 """
 
 from __future__ import annotations

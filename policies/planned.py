@@ -206,7 +206,9 @@ class PlannedPolicy:
             self._choose(step)
         if step is None or step.table is None or name is None:
             actions += residence.follow(self._learning(others).decide(event))
-            return actions if others is None else actions + self._guard(others, step)
+            if others is None:
+                return actions
+            return actions + self._guard(others + (0 if step is None else step.rise), step)
         advice = step.table.actions(name, step.names)
         if advice or again:
             advice = [*map(Offload, again), *advice]

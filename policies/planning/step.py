@@ -22,7 +22,8 @@ class StepUnderWay:
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time. allocated, reserved: the most that was at an event,
-    and with what lay between tensors. exact: whether memory is told with all that comes and goes.
+    and with what lay between tensors. rise: the most that came from one event to the next. exact: whether memory is
+    told with all that comes and goes.
     """
 
     number: int
@@ -37,9 +38,11 @@ class StepUnderWay:
     peak: int = 0
     allocated: int = 0
     reserved: int = 0
+    rise: int = 0
     exact: bool = False
     undecided: bool = False
     _parted: bool = False
+    _level: int | None = None
 
     def play(self, known: Known, ratio: float, table: Table) -> None:
         self.known, self.ratio, self.table = known, ratio, table
@@ -59,6 +62,9 @@ class StepUnderWay:
         """What was allocated until now. own: the bytes of the step's blocks."""
         self.exact = type(memory) is ExactMemory
         self.recording.most(memory.peak - own)
+        if self._level is not None and memory.peak - self._level > self.rise:
+            self.rise = memory.peak - self._level
+        self._level = memory.device
         if memory.peak > self.peak:
             self.peak = memory.peak
         if memory.device > self.allocated:

@@ -257,7 +257,8 @@ class PolicyActions:
 
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
-_ON_REQUEST = frozenset(get_args(OnRequest))
+# A step is measured for who asks for it, and that is told though nobody asks any more.
+_ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
 
 
 def checked(policy: Policy, answer: object) -> list[Action]:
