@@ -66,8 +66,8 @@ class PlannedPolicy:
 
     budget: bytes of the device for everything, an int or a string such as "60GiB".
     fragments: of these, what lies unused in torch's pool between tensors. When a step has been recorded it is what
-        that step had at its fullest, but at least half of `fragments`, and at most a quarter of the budget. Where
-        there is more of it in a step, blocks leave earlier. None: the budget is for what is allocated.
+        that step had at its fullest and half of `fragments`, but at least `fragments` and at most a quarter of the
+        budget. Where a step has more of it, blocks leave earlier. None: the budget is for what is allocated.
     link: the rates of copies.
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
@@ -121,7 +121,8 @@ class PlannedPolicy:
             case Memory():
                 self._memory = event
                 if self._fragments is not None and event.reserved:
-                    self._limit = min(self._budget, self._given - (event.reserved - event.device))
+                    between = event.reserved - event.device + self._fragments // 2
+                    self._limit = min(self._budget, self._given - between)
                 if self._step is not None:
                     self._step.hear(event, self._residence.own)
             case StepBegin(step):
@@ -156,7 +157,8 @@ class PlannedPolicy:
         if step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
         if self._fragments is not None and step.reserved:
-            found = max(self._fragments // 2, min(step.reserved - step.allocated, self._given // 4))
+            found = step.reserved - step.allocated + self._fragments // 2
+            found = max(self._fragments, min(found, self._given // 4))
             if step.exact or found > self._given - self._budget + self._given * _MARGIN:
                 self._leave_out(found)
         self.asks = _TIMED if self._untimed >= _PATIENCE - 1 else _PLAYED
