@@ -247,6 +247,8 @@ class PlannedPolicy:
         elif step.sizes:
             step.play(*found, self._repertoire.table(*found))
             self._lru = None
+            if step.longer:
+                self._record(step.number)
 
     def _learning(self, others: int | None) -> LRUPolicy:
         """What decides where there is no plan."""
@@ -281,7 +283,7 @@ class PlannedPolicy:
         if missing < 0:
             return
         repertoire, recording = self._repertoire, step.recording
-        if step.known is None or step.deviates:
+        if step.known is None or step.deviates or (step.longer and step.exact):
             if step.exact and recording.regular and not repertoire.same(recording):
                 try:
                     repertoire.add(recording, seconds, step.known, step.ratio)

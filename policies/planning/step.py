@@ -49,6 +49,11 @@ class StepUnderWay:
         self._parted = False
 
     @property
+    def longer(self) -> bool:
+        """Whether it is longer than any of its kind before, of which less is known than of a shorter one."""
+        return self.ratio > 1
+
+    @property
     def deviates(self) -> bool:
         """Whether it is not of the kind that it is taken for."""
         known, recording = self.known, self.recording
