@@ -19,7 +19,7 @@ from examples.devices import find_device
 from tiered_mem.allocators import SlabPool
 from tiered_mem.device import Device
 from tiered_mem.errors import PinningFailed
-from tiered_mem.host_tier import bytes_of
+from tiered_mem.host_slab import bytes_of
 from tiered_mem.sizes import parse_bytes
 from tiered_mem.tiers import chosen_pool
 

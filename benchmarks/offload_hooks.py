@@ -1,9 +1,11 @@
 """What saved-tensor hooks that offload cost: ours beside torch's save_on_cpu and two published ones.
 
 Host time is what a forward and a backward take until their calls return, less what the plain step takes in the
-same round, for each tensor that autograd saves: pack and unpack together. A hook that waits for the device pays for
-it. CPU time is the calling thread's in the same stretch, without such waits, and without what other threads take;
-backward is run on the calling thread for its sake. The rounds go through all contenders in turn.
+same round: pack and unpack together. A hook that waits for the device pays for it. CPU time is the calling thread's
+in the same stretch, without such waits, and without what other threads take; backward is run on the calling thread
+for its sake. Both are given for each tensor that autograd saves, and the whole once more for each that moves. What
+stays is to be compared with hooks of two Python functions, which move nothing. The rounds go through all contenders
+in turn.
 
 It is measured twice, with the sizes asked for and with a model so small that the host is what a step waits for. The
 second one's steps are short, and there are five times as many rounds of them.
@@ -111,6 +113,8 @@ class Row:
     gradients: str
     host_us_per_saved_tensor: float | None = None
     cpu_us_per_saved_tensor: float | None = None
+    host_us_per_moved_tensor: float | None = None
+    cpu_us_per_moved_tensor: float | None = None
     step_ratio: float | None = None
     peak_device_bytes: int | None = None
     tensors_moved: int | None = None
@@ -144,6 +148,9 @@ def contenders(
     model: GPT, kind: str, options: argparse.Namespace, stack: contextlib.ExitStack
 ) -> Iterator[Contender]:
     yield Contender("plain", contextlib.nullcontext())
+    # What a tensor costs that stays. Without detach() an operation that saves its own output would own itself.
+    stays = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+    yield Contender("two functions, nothing moves", stays)
     for name, min_bytes in (("tiered_mem", MIB), ("tiered_mem, every activation", 1)):
         policy = LayerOrderPolicy(options.offload, in_flight=options.in_flight)
         manager = stack.enter_context(TieringManager(policy=policy, device=kind, host_bytes=options.host_bytes))
@@ -195,11 +202,15 @@ def row(contender: Contender, plain: Contender, saved: int, copies: CopiesToHost
     if copies is None:
         return Row(contender.name, "not run", remark=contender.remark)
     pairs = list(zip(contender.taken, plain.taken, strict=True))
+    host = statistics.median(ours.host - theirs.host for ours, theirs in pairs) * 1e6
+    cpu = statistics.median(ours.cpu - theirs.cpu for ours, theirs in pairs) * 1e6
     return Row(
         contender.name,
         "bit-equal" if contender.right else "WRONG",
-        host_us_per_saved_tensor=statistics.median(ours.host - theirs.host for ours, theirs in pairs) / saved * 1e6,
-        cpu_us_per_saved_tensor=statistics.median(ours.cpu - theirs.cpu for ours, theirs in pairs) / saved * 1e6,
+        host_us_per_saved_tensor=host / saved,
+        cpu_us_per_saved_tensor=cpu / saved,
+        host_us_per_moved_tensor=host / copies.count if copies.count else None,
+        cpu_us_per_moved_tensor=cpu / copies.count if copies.count else None,
         step_ratio=statistics.median(ours.step / theirs.step for ours, theirs in pairs),
         peak_device_bytes=max(taken.peak for taken in contender.taken),
         tensors_moved=copies.count,
@@ -288,14 +299,18 @@ class CopiesToHost(TorchDispatchMode):
 def table(name: str, size: Size, saved: int, rows: list[Row]) -> Table:
     sizes = ", ".join(f"{what} {number}" for what, number in asdict(size).items())
     result = Table(
-        title=f"{name}: {sizes}; {saved} saved tensors", caption="µs: beyond the plain step, for each saved tensor"
+        title=f"{name}: {sizes}; {saved} saved tensors",
+        caption="µs: beyond the plain step, for each saved tensor, and the same for each moved one",
     )
-    for column in ("hooks", "host µs", "CPU µs", "step / plain", "peak MiB", "moved", "moved MiB", "gradients"):
+    times = ("host µs", "CPU µs", "host µs, moved", "CPU µs, moved", "step / plain")
+    for column in ("hooks", *times, "peak MiB", "moved", "moved MiB", "gradients"):
         result.add_column(column, justify="left" if column in ("hooks", "gradients") else "right")
     for each in rows:
         figures = (
             (each.host_us_per_saved_tensor, ".1f", 1),
             (each.cpu_us_per_saved_tensor, ".1f", 1),
+            (each.host_us_per_moved_tensor, ".1f", 1),
+            (each.cpu_us_per_moved_tensor, ".1f", 1),
             (each.step_ratio, ".3f", 1),
             (each.peak_device_bytes, ".1f", MIB),
             (each.tensors_moved, "d", 1),

@@ -14,7 +14,7 @@ from torch.optim.adamw import AdamW, adamw
 
 from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, SlabPool
-from tiered_mem.host_tier import bytes_of
+from tiered_mem.host_slab import bytes_of
 from tiered_mem.spill.disk_record import Record
 from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.spill.io_queue import Job

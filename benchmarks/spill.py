@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.spill_peers import SAFETENSORS, TIER, Contestant, Safetensors, Spent, Tier, deepspeed, fio
 from tiered_mem.allocators import PageableMemory, Region, SlabPool
-from tiered_mem.host_tier import bytes_of
+from tiered_mem.host_slab import bytes_of
 from tiered_mem.sizes import format_bytes, parse_bytes
 from tiered_mem.spill.filesystem import filesystem_of
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from tiered_mem.allocators import Region
-from tiered_mem.host_tier import bytes_of
+from tiered_mem.host_slab import bytes_of
 from tiered_mem.spill.disk_record import Record
 from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.spill.io_queue import Job

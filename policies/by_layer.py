@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from .base import (
@@ -26,6 +27,7 @@ from .base import (
 )
 
 G = TypeVar("G", bound="Graph")
+_key = attrgetter("key")
 
 
 class LayerPolicy(ABC, Generic[G]):
@@ -133,7 +135,8 @@ class Ledger(Generic[G]):
             graph = self.graphs[number]
             blocks = graph.blocks[layer]
             del blocks[key]
-            graph.leaving.pop(key, None)
+            if graph.leaving:
+                graph.leaving.pop(key, None)
             if not blocks:
                 del graph.blocks[layer]
                 self._drop_if_over(graph)
@@ -148,20 +151,20 @@ class Ledger(Generic[G]):
             return actions
         back: list[int] = []
         leaving, homes = self._leaving, self._homes
-        for action in actions:
-            key = action.key
-            kind = type(action)
+        for kind, group in itertools.groupby(actions, type):
+            keys = list(map(_key, group))
             if kind is Offload:
-                leaving[key] = None
+                leaving.update(dict.fromkeys(keys))
             elif kind is Release:
-                if key in leaving:
-                    del leaving[key]
-                    self._on_host[homes[key][0]][key] = None
+                for key in keys:
+                    if key in leaving:
+                        del leaving[key]
+                        self._on_host[homes[key][0]][key] = None
             elif kind is Spill:
-                self._back((key,))
-                self._on_disk.add(key)
+                self._back(keys)
+                self._on_disk.update(keys)
             else:
-                back.append(key)
+                back += keys
         self._back(back)
         return actions
 
@@ -188,15 +191,16 @@ class Ledger(Generic[G]):
 
     def _back(self, keys: Iterable[int]) -> None:
         """The blocks are on the device, on their way there, or gone."""
+        leaving, on_host, on_disk, homes = self._leaving, self._on_host, self._on_disk, self._homes
         for key in keys:
-            self._leaving.pop(key, None)
-            self._on_disk.discard(key)
-            place, _ = self._homes[key]
-            blocks = self._on_host.get(place)
-            if blocks is not None:
+            if key in leaving:
+                del leaving[key]
+            if key in on_disk:
+                on_disk.remove(key)
+            if blocks := on_host.get(homes[key][0]):
                 blocks.pop(key, None)
                 if not blocks:
-                    del self._on_host[place]
+                    del on_host[homes[key][0]]
 
     def _drop_if_over(self, graph: G) -> None:
         if not graph.forward and not graph.blocks:

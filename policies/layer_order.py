@@ -108,7 +108,7 @@ class _Plan(Graph):
         if layer >= last:  # a second backward, or one that does not go down
             last = layer + 1
         self.reached = layer
-        due = self._due(layer, last)
+        due = set(self._due(layer, last))
         if layer < self.offloaded and layer not in self.reloaded:
             due.add(layer)
         self.reloaded |= due
@@ -116,11 +116,12 @@ class _Plan(Graph):
 
     def reloaded_after(self, layer: int) -> Iterable[int]:
         """Layers due when the layer below begins its backward."""
-        return sorted(self._due(layer - 1, layer), reverse=True)
+        return reversed(self._due(layer - 1, layer))
 
-    def _due(self, layer: int, last: int) -> set[int]:
-        return {i for i in range(min(self.offloaded, layer + 1)) if layer <= self._reload_at(i) < last}
-
-    def _reload_at(self, i: int) -> int:
-        due = max(i, self.num_layers - 1 - self.offloaded + i) + self.in_flight
-        return min(due, self.num_layers - 1)
+    def _due(self, layer: int, last: int) -> range:
+        """The layers that are reloaded when the backward begins of `layer`, or of one between it and `last`."""
+        ahead = max(0, self.num_layers - 1 - self.offloaded) + self.in_flight
+        end = min(self.offloaded, layer + 1)  # layer i comes back with layer i + ahead, or else with the last one
+        if last < self.num_layers:
+            end = min(end, last - ahead)
+        return range(max(0, layer - ahead), end) if layer < self.num_layers else range(0)

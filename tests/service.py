@@ -8,6 +8,7 @@ import torch
 from tiered_mem import TieringManager
 from tiered_mem.activations.block import Block, View, origin_of
 from tiered_mem.allocators import SlabPool
+from tiered_mem.host_slab import Form
 from tiered_mem.policies import Action, Event, LayerEnd
 
 NBYTES = 12 << 20  # above 10 MiB the caching allocator gives a tensor a segment of its own
@@ -74,4 +75,5 @@ def interrupt_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def view_of_all(tensor: torch.Tensor) -> View:
     """How a tensor that has its storage to itself lies in its block."""
-    return View(tensor.dtype, tensor.shape, tensor.stride(), 0, 0, origin_of(tensor))
+    form = Form(tensor.nbytes, tensor.dtype, tensor.shape, tensor.stride())
+    return View(form, 0, 0, origin_of(tensor))

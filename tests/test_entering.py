@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.models import Stack, assert_same, eventually, is_empty, small_stack
 from tiered_mem import TieringManager
-from tiered_mem.host_tier import flat_form
+from tiered_mem.host_slab import flat_form
 from tiered_mem.policies import (
     Action,
     Event,

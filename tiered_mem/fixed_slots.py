@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from .errors import TierFull
-from .host_tier import HostSlot, HostTier, flat_form
+from .host_slab import flat_form
+from .host_tier import HostSlot, HostTier
 from .spill.io_queue import Job
 from .transfer import Ticket
 

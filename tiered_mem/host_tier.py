@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from .allocators.base import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
 from .device import Device, Event, Stream
 from .errors import DeviceFailed, TierFull
-
-_log = logging.getLogger("tiered_mem.host_tier")
+from .host_slab import Form, HostSlab, room_for
 
 
 @dataclass(slots=True, eq=False)
@@ -24,20 +21,6 @@ class DeviceSlot:
 
     tensor: torch.Tensor
     stream: Stream
-
-
-class Form(NamedTuple):
-    """The contiguous tensor that bytes are copied as, here and there. Who reads it needs no other view of them."""
-
-    nbytes: int
-    dtype: torch.dtype
-    shape: Sequence[int]
-    stride: Sequence[int]
-
-
-def flat_form(nbytes: int, dtype: torch.dtype = torch.uint8) -> Form:
-    """The bytes as a 1-dimensional tensor."""
-    return Form(nbytes, dtype, (nbytes // dtype.itemsize,), (1,))
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +44,8 @@ class Lease:
     """
 
     region: Region
-    slab: _Slab
+    slab: HostSlab
     users: int
-
-
-def bytes_of(region: Region) -> torch.Tensor:
-    """The region as a 1-dimensional uint8 tensor. It does not keep the region alive."""
-    with torch.inference_mode(False):  # later copies to it may be made outside of the mode
-        return torch.frombuffer((ctypes.c_char * region.nbytes).from_address(region.ptr), dtype=torch.uint8)
 
 
 class HostTier:
@@ -89,7 +66,7 @@ class HostTier:
         self._step = 0
         self._device = device
         self._owned = owned
-        self._slabs: dict[int, _Slab] = {}
+        self._slabs: dict[int, HostSlab] = {}
         # Of each lease: the event that slots are free at, the step in which they were given back, and how many.
         self._returning: deque[tuple[Lease, Event, int, int]] = deque()
         self._leases: set[Lease] = set()
@@ -119,13 +96,13 @@ class HostTier:
 
     def overflow(self, wanted: Sequence[Form]) -> list[HostSlot]:
         """Slots beyond the tier's limit, in memory that is not pinned: for bytes that are needed now."""
-        nbytes = _room_for(wanted)
+        nbytes = room_for(wanted)
         with torch.inference_mode(False):
             memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
         start = -memory.data_ptr() % ALIGNMENT
         whole = memory[start : start + nbytes]
         region = Region(whole.data_ptr(), nbytes)
-        return self._slots_in(region, _Slab(region, whole), wanted)
+        return self._slots_in(region, HostSlab(region, whole), wanted)
 
     def hold(self, slot: HostSlot) -> Lease:
         """Keeps the slot's memory, whoever releases the slot, until the lease is given back by `free`."""
@@ -174,8 +151,10 @@ class HostTier:
 
     def release_all(self, slots: Iterable[HostSlot], event: Event) -> None:
         """Gives slots back that one copy was the last to use."""
-        for lease, slots_of in Counter([slot.lease for slot in slots]).items():
-            self._returning.append((lease, event, self._step, slots_of))
+        slots_of: dict[Lease, int] = {}
+        for slot in slots:
+            slots_of[slot.lease] = slots_of.get(slot.lease, 0) + 1
+        self._returning += [(lease, event, self._step, number) for lease, number in slots_of.items()]
 
     def poll(self) -> None:
         """Takes back the slots whose copies have ended. Does not wait."""
@@ -225,7 +204,7 @@ class HostTier:
 
     def _allocate(self, wanted: Sequence[Form]) -> list[HostSlot]:
         self.poll()
-        region = self._pool.allocate(_room_for(wanted))
+        region = self._pool.allocate(room_for(wanted))
         return self._slots_in(region, self._slab_of(region), wanted)
 
     def _free(self, lease: Lease, slots: int) -> None:
@@ -234,27 +213,18 @@ class HostTier:
             lease.users -= slots - 1
             self.free(lease)
 
-    def _slots_in(self, region: Region, slab: _Slab, wanted: Sequence[Form]) -> list[HostSlot]:
+    def _slots_in(self, region: Region, slab: HostSlab, wanted: Sequence[Form]) -> list[HostSlot]:
         lease = Lease(region, slab, len(wanted))
         self._leases.add(lease)
         self._slots += len(wanted)
-        slots = []
-        start = region.ptr - slab.region.ptr
-        last: torch.dtype | None = None
-        for nbytes, dtype, shape, stride in wanted:
-            if dtype is not last:
-                last, elements = dtype, slab.elements(dtype)
-                first = elements.storage_offset()  # from which as_strided does not count
-            slots.append(HostSlot(elements.as_strided(shape, stride, first + start // dtype.itemsize), lease))
-            start += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return slots
+        return [HostSlot(tensor, lease) for tensor in slab.cut(region.ptr - slab.region.ptr, wanted)]
 
-    def _slab_of(self, region: Region) -> _Slab:
+    def _slab_of(self, region: Region) -> HostSlab:
         found = self._pool.slab(region)
         known = self._slabs.get(found.ptr)
         # The pool may have given a slab back and got another one at the same address.
         if known is None or known.region is not found:
-            known = self._slabs[found.ptr] = _Slab(found)
+            known = self._slabs[found.ptr] = HostSlab(found)
         return known
 
     def _full(self, error: OutOfHostMemory) -> TierFull:
@@ -268,45 +238,6 @@ class HostTier:
             limit=limit,
             advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
         )
-
-
-def _room_for(wanted: Sequence[Form]) -> int:
-    """The bytes of slots next to each other, each in whole units of the pool's."""
-    return sum([-(-size // ALIGNMENT) for size, *_ in wanted]) * ALIGNMENT
-
-
-class _Slab:
-    """A slab of the pool as torch sees it.
-
-    memory: that of a slab which is not of the pool, and lives as long as this.
-    """
-
-    def __init__(self, region: Region, memory: torch.Tensor | None = None) -> None:
-        self.region = region
-        self.pooled = memory is None
-        # One storage for the whole slab: torch looks at where a storage starts to tell whether it is pinned.
-        whole = bytes_of(region) if memory is None else memory
-        self.pinned = memory is None and is_pinned(whole)
-        self._elements = {torch.uint8: whole}
-
-    def elements(self, dtype: torch.dtype) -> torch.Tensor:
-        """The slab's bytes as a 1-dimensional tensor."""
-        known = self._elements.get(dtype)
-        if known is None:
-            whole = self._elements[torch.uint8]
-            with torch.inference_mode(False):
-                known = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
-            self._elements[dtype] = known
-        return known
-
-
-def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether torch takes the memory for pinned. Where it cannot tell, its copies do not rely on it either."""
-    try:
-        return tensor.is_pinned()
-    except RuntimeError as error:
-        _log.warning("torch cannot tell whether host memory is pinned, and it counts as not pinned: %s", str(error))
-        return False
 
 
 # Blocks that leave together come back at about the same time. Above this size a block is worth a region and a file

@@ -40,7 +40,8 @@ from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
 from .stats import Counters, Stats
 from .tiers import disk_tier, host_tier
-from .trace.recorder import Trace, summary_rows
+from .trace.figures import summary_rows
+from .trace.recorder import Trace
 from .transfer import TransferEngine
 from .turn import Turn
 

@@ -23,7 +23,8 @@ from .arguments import instance, whole_number, with_methods, yes_or_no
 from .device import Device
 from .errors import PinningFailed
 from .host_budget import HostBytes, host_budget, host_limit, local_processes, memlock_limit
-from .host_tier import HostTier, bytes_of, is_pinned
+from .host_slab import bytes_of, is_pinned
+from .host_tier import HostTier
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
 from .spill.io_queue import Drive

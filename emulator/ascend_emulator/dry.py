@@ -6,6 +6,7 @@ of the device is 0 (the runtime sees to that), or the value that start() was giv
 """
 
 import ctypes
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch_npu  # type: ignore[import-untyped]
 from torch._ops import OpOverload
 from torch.library import Library
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -74,6 +76,7 @@ class DryRun:
         # Printing a tensor would select from it what is not 0.
         show: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
         torch._tensor_str._tensor_str = lambda tensor, indent: show(tensor.cpu(), indent)
+        _refuse_what_ddp_reads()
         if self._routing is not None:
             self._routing.install(library)
         else:
@@ -192,6 +195,24 @@ def _refusal(operator: OpOverload) -> str:
             "experts --dry-routing uniform knows more)"
         )
     return f"{operator}: a dry run cannot tell its result, for PyTorch has no meta kernel for it"
+
+
+def _refuse_what_ddp_reads() -> None:
+    """Its ranks compare their models, and agree on buckets, by numbers that each reads back from its device."""
+    made = DistributedDataParallel.__init__
+    signature = inspect.signature(made)
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        on_npu = any(parameter.device.type == "npu" for parameter in given["module"].parameters())
+        if on_npu and (given.get("init_sync", True) or not given.get("find_unused_parameters", False)):
+            raise NotImplementedError(
+                "DistributedDataParallel reads what its ranks tell each other, and a dry run has no data; pass "
+                "init_sync=False, find_unused_parameters=True, with which it reads nothing"
+            )
+        made(*args, **kwargs)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def _refuse_groups(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,11 @@
-"""What torch_npu computes by an older interface of CANN, which is not emulated, made of other operators."""
+"""What torch_npu computes by functions of CANN that are not emulated, made of other operators."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def confusion_transpose(input: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool) -> Tensor:
@@ -51,8 +53,31 @@ def apply_adam_w(
     return weights, mean, square
 
 
+def split_with_sizes_copy(self: Tensor, split_sizes: Sequence[int], dim: int = 0, *, out: Sequence[Tensor]) -> None:
+    """FSDP2's way out of an all-gather."""
+    parts = self.split_with_sizes(split_sizes, dim)
+    for part, to in zip(parts, out, strict=True):
+        if to.shape != part.shape:
+            to.resize_(part.shape)
+    torch._foreach_copy_(list(out), parts)
+
+
+def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> Tensor:
+    """FSDP2's way into a reduce-scatter: first the first chunk of each, and so on; zeros fill the last."""
+    rows = []
+    for tensor in tensors:
+        missing = -tensor.size(dim) % num_chunks
+        whole = pad(tensor, [0] * (2 * (tensor.dim() - dim) - 1) + [missing]) if missing else tensor
+        rows.append(whole.reshape(*tensor.shape[:dim], num_chunks, -1))
+    if out.dtype == rows[0].dtype:
+        return torch.cat(rows, dim + 1, out=out)
+    return out.copy_(torch.cat(rows, dim + 1))
+
+
 FORMULAS: dict[str, Callable[..., Any]] = {
     "npu::npu_confusion_transpose": confusion_transpose,
     "npu::npu_confusion_transpose_backward": confusion_transpose_backward,
     "npu::npu_apply_adam_w.out": apply_adam_w,
+    "aten::split_with_sizes_copy.out": split_with_sizes_copy,
+    "aten::_chunk_cat.out": chunk_cat,
 }

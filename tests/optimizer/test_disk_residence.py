@@ -16,7 +16,7 @@ from tests.optimizer.rig import NBYTES, RECORD, SLOT, Rig, content
 from tests.optimizer.training import make_params
 from tests.spilling import records_in
 from tiered_mem.errors import Closed, TierFull
-from tiered_mem.host_tier import flat_form
+from tiered_mem.host_slab import flat_form
 from tiered_mem.spill.reader import read_header, read_record
 
 pytestmark = pytest.mark.usefixtures("no_gc")

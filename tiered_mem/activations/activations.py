@@ -18,8 +18,6 @@ from ..policies.base import (
     Event,
     Fetch,
     HostPressure,
-    LayerBegin,
-    LayerEnd,
     Offload,
     OnRequest,
     Policy,
@@ -38,6 +36,7 @@ from .block_store import BlockStore
 from .movable import Stayed
 from .spiller import Spiller
 from .step_watch import StepWatch
+from .traced_layers import TracedLayers
 
 # Saved and dropped blocks are told together, when so many bytes of them have come.
 _GATHERED_BYTES = 64 << 20
@@ -225,11 +224,10 @@ class PolicyActions:
         """Does what a policy has answered, or could have. Raises PolicyError before anything is done."""
         if not answer:
             return
-        find = self._blocks.find
         for kind, group in itertools.groupby(checked(self._policy, answer), type):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             keys = dict.fromkeys(map(_key, group))
-            blocks = [block for block in map(find, keys) if block is not None]
+            blocks = list(filter(None, map(self._blocks.find, keys)))
             self._do[kind](blocks)
             if self._watch is not None:
                 self._tell_refused(kind, blocks)
@@ -257,6 +255,7 @@ class PolicyActions:
 
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
+_INT = frozenset({int})
 # A step is measured for who asks for it, and that is told though nobody asks any more.
 _ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
 
@@ -269,6 +268,9 @@ def checked(policy: Policy, answer: object) -> list[Action]:
     if not isinstance(answer, Iterable):
         raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
     actions = list(answer)
+    # Each block that moves comes through here three times: what is right is seen without a loop in Python.
+    if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
+        return actions
     for action in actions:
         if type(action) not in _ACTIONS:
             raise PolicyError(f"{name} answered {action!r}, which is not an action")
@@ -280,31 +282,3 @@ def checked(policy: Policy, answer: object) -> list[Action]:
 def advice(policy: Policy, nbytes: int) -> list[Action]:
     """What a policy lets go down to disk, so that so many bytes of host memory come free. Raises PolicyError."""
     return checked(policy, policy.decide(HostPressure(nbytes)))
-
-
-class TracedLayers:
-    """Gets the events that a policy gets, in their order, and tells the trace of those about layers."""
-
-    def __init__(self, trace: Trace, turn: Turn[Block]) -> None:
-        self._trace = trace
-        self._turn = turn
-        self._backward = -1
-
-    def tell(self, event: Event) -> None:
-        if isinstance(event, LayerBegin):
-            self._trace.layer_begins(event.graph, event.layer, backward=event.backward)
-            task = torch._C._current_graph_task_id()
-            if event.backward and task not in (-1, self._backward):
-                # Nothing but the engine knows when its last layer is through.
-                self._backward = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        elif isinstance(event, LayerEnd):
-            self._trace.layer_ends(event.graph, event.layer)
-
-    def saved(self, graph: int, layer: int, nbytes: int) -> None:
-        self._trace.saved(graph, layer, nbytes)
-
-    @uninterrupted
-    def _backward_ends(self) -> None:
-        with self._turn:
-            self._trace.backward_ends()

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .reduced import reduced
+
 
 class Attachment:
     """What TieringManager.attach() returns. Keeps no model alive. A context manager, which ends with remove()."""
@@ -72,21 +74,18 @@ class AttachedForward:
 
     def reduced(self, protocol: Any) -> Any:
         """What copy and pickle take of the model: a copy is not attached."""
-        model = self._alive()
-        reduced = type(model).__reduce_ex__(model, protocol)
-        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
-            state = {name: value for name, value in reduced[2].items() if name != "__reduce_ex__"}
-            state.pop("forward", None)
-            if self._replaced is not None:
-                state["forward"] = self._replaced
-            return (*reduced[:2], state, *reduced[3:])
-        return reduced
+        return reduced(self._alive(), protocol, self._take_out)
 
     def give_back(self, model: torch.nn.Module) -> None:
         """The model has the forward again that it had before."""
         del vars(model)["__reduce_ex__"], vars(model)["forward"]
         if self._replaced is not None:
             vars(model)["forward"] = self._replaced
+
+    def _take_out(self, state: dict[str, Any]) -> None:
+        state.pop("forward", None)
+        if self._replaced is not None:
+            state["forward"] = self._replaced
 
     def _alive(self) -> torch.nn.Module:
         model = self._model()

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from ..device import Device, Stream
-from ..host_tier import Form, HostSlot, Lease, flat_form
+from ..host_slab import Form, flat_form
+from ..host_tier import HostSlot, Lease
 from ..spill.disk_record import Record
 from ..spill.io_queue import Job
 from ..transfer import Ticket
@@ -126,28 +127,30 @@ class SavedBlocks:
 
         It is a new block if none holds the same contents.
         """
-        storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+        storage, nbytes, dtype = tensor.untyped_storage(), tensor.nbytes, tensor.dtype
         whole = nbytes == storage.nbytes() and tensor.is_contiguous()
-        span = (storage._cdata, 0, nbytes) if whole else span_of(tensor)
+        if whole:
+            span, offset = (storage._cdata, 0, nbytes), 0
+        else:
+            span = span_of(tensor)
+            offset = int(tensor.storage_offset()) - span[1] // dtype.itemsize
         version = tensor._version
         detached = tensor.detach()
-        dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
+        # Form(...) and View(...) would each call a Python function more, for each tensor that is saved.
+        form = tuple.__new__(Form, (nbytes, dtype, tensor.shape, tensor.stride()))
         block = self.by_span.get(span)
         if block is None or block.versions[-1][1] != version or not block.unchanged():
-            form = tuple.__new__(Form, (nbytes, dtype, shape, stride)) if whole else None
-            block = Block(next(self._keys), span, form, detached, self._current_stream())
+            block = Block(next(self._keys), span, form if whole else None, detached, self._current_stream())
             self.by_key[block.key] = self.by_span[span] = block
+        number = len(block.versions)
         block.holders += 1
         block.versions.append((detached, version))
-        self.saved.append((block.key, block.nbytes))
-        self.saved_bytes += block.nbytes
-        offset = int(tensor.storage_offset()) - span[1] // dtype.itemsize
+        nbytes = block.nbytes
+        self.saved.append((block.key, nbytes))
+        self.saved_bytes += nbytes
         node = tensor.grad_fn
         origin = None if node is None else (node.name(), tensor.output_nr)
-        # View(...) would call a Python function more, for each tensor that is saved.
-        number = len(block.versions) - 1
-        view = tuple.__new__(View, (dtype, shape, stride, offset, number, origin))
-        return block, view
+        return block, tuple.__new__(View, (form, offset, number, origin))
 
     def take_saved(self) -> tuple[tuple[int, int], ...]:
         saved, self.saved, self.saved_bytes = tuple(self.saved), [], 0
@@ -159,22 +162,21 @@ class SavedBlocks:
 
 
 class View(NamedTuple):
-    """How a saved tensor lies in its block; `offset` and `stride` are in elements.
+    """How a saved tensor lies in its block; `offset` is in elements.
 
     number: which of the block's saved tensors it is. origin: names it in errors.
     """
 
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
+    form: Form
     offset: int
     number: int
     origin: Origin
 
     def of(self, contents: torch.Tensor) -> torch.Tensor:
         """The tensor over the block's bytes, which are given as a contiguous tensor with its own storage."""
-        typed = contents if contents.dtype is self.dtype else contents.view(-1).view(self.dtype)
-        return typed.as_strided(self.shape, self.stride, self.offset)
+        _, dtype, shape, stride = self.form
+        typed = contents if contents.dtype is dtype else contents.view(-1).view(dtype)
+        return typed.as_strided(shape, stride, self.offset)
 
 
 def span_of(tensor: torch.Tensor) -> Span:

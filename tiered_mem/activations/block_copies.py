@@ -31,12 +31,13 @@ class BlockCopies:
             for _, _, slot in moves:
                 self._host.release(slot, None)
             raise
+        leaving = Place.LEAVING
         for block, _, slot in moves:
             block.host = slot
-            block.place = Place.LEAVING
+            block.place = leaving
             block.ticket = ticket
             block.offloaded = True
-        self._count(self._counters.offloaded, [(block, slot) for block, _, slot in moves])
+        self._count(self._counters.offloaded, [(block.nbytes, slot) for block, _, slot in moves])
 
     def reload(self, moves: Sequence[tuple[Block, HostSlot, DeviceSlot]]) -> None:
         """From the host slots that the blocks are in, which go back to the tier when the copies have ended."""
@@ -45,21 +46,22 @@ class BlockCopies:
         except BaseException:
             self._engine.synchronize()
             raise
+        arriving = Place.ARRIVING
         for (block, _, slot), ticket in zip(moves, tickets, strict=True):
-            block.tensor = slot.tensor
+            block.tensor = tensor = slot.tensor
             block.formed = True
             block.stream = slot.stream
             block.ticket = ticket
             block.host = None
-            block.versions = [(slot.tensor, slot.tensor._version)]
-            block.place = Place.ARRIVING
+            block.versions = [(tensor, tensor._version)]
+            block.place = arriving
         for ticket, group in itertools.groupby(zip(moves, tickets, strict=True), operator.itemgetter(1)):
             self._host.release_all([source for (_, source, _), _ in group], ticket.event)
-        self._count(self._counters.reloaded, [(block, source) for block, source, _ in moves])
+        self._count(self._counters.reloaded, [(block.nbytes, source) for block, source, _ in moves])
 
-    def _count(self, moved: Moved, blocks: Sequence[tuple[Block, HostSlot]]) -> None:
-        moved.count += len(blocks)
-        for block, slot in blocks:
-            moved.nbytes += block.nbytes
+    def _count(self, moved: Moved, copies: Sequence[tuple[int, HostSlot]]) -> None:
+        moved.count += len(copies)
+        for nbytes, slot in copies:
+            moved.nbytes += nbytes
             if not slot.lease.slab.pinned:
-                self._counters.blocking.add(block.nbytes)
+                self._counters.blocking.add(nbytes)

@@ -10,7 +10,8 @@ import torch
 
 from ..device import Device
 from ..errors import Closed, TierFull, changed_tensor
-from ..host_tier import DeviceSlot, Form, HostSlot, HostTier, groups
+from ..host_slab import Form
+from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
 from ..policies.base import Release, Spill
 from ..stats import Counters
 from .block import Block, Place, SavedBlocks, View
@@ -51,21 +52,20 @@ class BlockStore:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
         for saved, version in block.versions:
             if saved._version != version:
-                raise changed_tensor(view, view.origin)
+                raise changed_tensor(view.form, view.origin)
         if block.changed:
-            raise changed_tensor(view, view.origin)
+            raise changed_tensor(view.form, view.origin)
         if block.place is Place.DISK and self._spiller is not None:
             self._bring_up(block, self._spiller)
         if block.place is Place.HOST:
             if self._spiller is None or block not in self._spiller.wanted:
                 self._counters.reloads_on_demand += 1
             self.reload([block])
-        if block.tensor is None:
+        if (tensor := block.tensor) is None:
             raise Closed("the manager was closed before this backward, and the activations with it")
         if not block.left:
             return block.versions[view.number][0]
-        tensor, form = block.tensor, block.form
-        if view.shape != form.shape or view.stride != form.stride or view.dtype is not form.dtype:
+        if view.form is not block.form and view.form != block.form:
             tensor = view.of(tensor)
         ticket = block.ticket
         if ticket is not None and block.place is not Place.LEAVING:
@@ -157,7 +157,8 @@ class BlockStore:
         moves: list[tuple[Block, HostSlot, DeviceSlot]] = []
         stream, device = self._current_stream(), self._device.torch_device
         try:
-            with torch.inference_mode(False):  # backward needs tensors with a version, whoever asks for them
+            # Backward needs tensors with a version, whoever asks for them. To leave the mode takes long.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 for block in blocks:
                     if block.place is Place.HOST and block.host is not None:
                         _, dtype, shape, stride = block.form
@@ -246,10 +247,8 @@ class BlockStore:
                 for block in blocks:
                     self._give_slots([block])
             return
-        self._moves += [
-            (block, DeviceSlot(block.contents(), block.stream), slot)
-            for block, slot in zip(blocks, slots, strict=True)
-        ]
+        for block, slot in zip(blocks, slots, strict=True):
+            self._moves.append((block, DeviceSlot(block.contents(), block.stream), slot))
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:

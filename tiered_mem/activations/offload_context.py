@@ -18,6 +18,7 @@ from ..interrupts import uninterrupted
 from .activations import Activations
 from .forward_pass import ForwardPass, is_method_of, untraced
 from .movable import Movable
+from .reduced import reduced
 
 
 class OffloadContext(contextlib.ContextDecorator):
@@ -90,7 +91,7 @@ class _Entered:
             self._marks.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
             self._marks.append(layer.register_forward_hook(end, always_call=True))
             if "__reduce_ex__" not in vars(layer):
-                vars(layer)["__reduce_ex__"] = partial(_reduced, layer)
+                vars(layer)["__reduce_ex__"] = partial(_without_hooks, layer)
                 self._copied_without.append(layer)
 
     def leave(self, *, early: bool) -> int:
@@ -127,13 +128,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-def _reduced(layer: torch.nn.Module, protocol: Any) -> Any:
-    """What copy and pickle take of a layer while a context is entered: all but what the context put there."""
-    reduced = type(layer).__reduce_ex__(layer, protocol)
-    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    state = {name: value for name, value in reduced[2].items() if name != "__reduce_ex__"}
+def _without_hooks(layer: torch.nn.Module, protocol: Any) -> Any:
+    """What copy and pickle take of a layer while a context is entered."""
+    return reduced(layer, protocol, partial(_take_out_hooks, layer))
+
+
+def _take_out_hooks(layer: torch.nn.Module, state: dict[str, Any]) -> None:
     ours = {key for name in _HOOKS for key, hook in vars(layer)[name].items() if is_method_of(hook, _Entered)}
     for name in {*_HOOKS, *_FLAGS} & state.keys():
         state[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
-    return (*reduced[:2], state, *reduced[3:])

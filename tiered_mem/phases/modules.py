@@ -12,7 +12,8 @@ from torch.utils.weak import TensorWeakRef
 
 from ..device import Device, Event
 from ..errors import OffloadRefused, TierFull
-from ..host_tier import DeviceSlot, Form, HostSlot, HostTier, flat_form, groups
+from ..host_slab import Form, flat_form
+from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
 from ..sizes import format_bytes
 from ..transfer import TransferEngine
 from .placeholder import HostCopy, Parked, away, send_away

@@ -22,7 +22,7 @@ from .file_pool import FilePool
 from .filesystem import Files, HollowFiles
 from .folder import SpillFolder
 from .io_queue import Drive, DriveQueue, IoQueue, Job
-from .record import ALIGNMENT, Entry, Header
+from .record import ALIGNMENT, Entry, Header, check_address
 from .record_io import Piece, RecordIo, checksum_by_name, without_data
 
 SMALLEST_RECORD = 2 * ALIGNMENT
@@ -123,7 +123,7 @@ class DiskTier:
         """
         pieces = tuple(pieces)
         for piece in pieces:
-            _check_address(piece.ptr)
+            check_address(piece.ptr)
         entries = tuple(Entry(piece.name, piece.dtype, piece.nbytes) for piece in pieces)
         number = next(self._numbers)
         header = Header(self._run, number, number, step, kind, self._checksum.name, entries)
@@ -161,7 +161,7 @@ class DiskTier:
                 raise ValueError(f"record {record.number} {why}")
             count = len(record.header.entries)
             for index, ptr in wanted:
-                _check_address(ptr)
+                check_address(ptr)
                 if not 0 <= index < count:
                     raise ValueError(f"record {record.number} has {count} pieces, and none of index {index}")
             record.operations += 1
@@ -298,8 +298,3 @@ def _end(queue: IoQueue | DriveQueue, folder: SpillFolder, pid: int) -> None:
     if os.getpid() == pid:
         queue.close()
         folder.close()
-
-
-def _check_address(ptr: int) -> None:
-    if ptr % ALIGNMENT:
-        raise ValueError(f"{ptr:#x} is no multiple of {ALIGNMENT}")

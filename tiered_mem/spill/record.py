@@ -283,3 +283,9 @@ def _check_int(what: str, number: int) -> None:
 
 def _brief(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def check_address(ptr: int) -> None:
+    """Raises ValueError for one at which no piece of a record can be read or written."""
+    if ptr % ALIGNMENT:
+        raise ValueError(f"{ptr:#x} is no multiple of {ALIGNMENT}")
