@@ -21,9 +21,11 @@ from tiered_mem.errors import CorruptRecord
 from tiered_mem.policies import (
     Fetch,
     LayerOrderPolicy,
+    Link,
     LRUPolicy,
     ManualPolicy,
     Offload,
+    PlannedPolicy,
     Policy,
     Release,
     Reload,
@@ -38,6 +40,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "layer order, three layers, one in flight": lambda: LayerOrderPolicy(3, in_flight=1),
     "LRU": lambda: LRUPolicy(device_bytes=8 * MIB),
     "LRU, no device memory": lambda: LRUPolicy(device_bytes=1),
+    "planned": lambda: PlannedPolicy(torch.accelerator.memory_allocated() + 24 * MIB, Link(1e9, 1e9)),
     "by dictionary": lambda: SynchronizationDictPolicy({0: (True, 1, True, 2), 1: (True, 2, True, 3)}),
 }
 

@@ -47,14 +47,18 @@ class Recording:
             self.uses += 1
         elif name[0] != "dropped":
             self.course.append(name)
-        self._measured &= others is not None
-        self._unmovable.append(max(0, others or 0))
-        self._standing.append(max(0, others or 0))
+        if others is None:
+            self._measured = False
+            others = 0
+        elif others < 0:
+            others = 0
+        self._unmovable.append(others)
+        self._standing.append(others)
 
     def most(self, others: int) -> None:
         """At most so much was allocated beside the blocks since the last event."""
-        if self._unmovable:
-            self._unmovable[-1] = max(self._unmovable[-1], others)
+        if self._unmovable and others > self._unmovable[-1]:
+            self._unmovable[-1] = others
 
     def take_over(self, count: int, names: Sequence[Name], like: Profile) -> list[float]:
         """The seconds of the first positions, and at least its memory, from a step that has these names."""

@@ -74,12 +74,18 @@ class Repertoire:
     def find(self, course: Sequence[Name], sizes: Sequence[int]) -> tuple[Known, float] | None:
         """The kind of a step that begins like this and whose first blocks have these sizes, and its length.
 
-        Of several it is the one to which all of the sizes have the same ratio, and that was used last.
+        Of several it is the one to which all of the sizes have the same ratio, which is no shorter, and was used
+        last.
         """
         fitting = [known for known in self._known if known.course[: len(course)] == course]
         if not fitting:
             return None
-        found = min(reversed(fitting), key=lambda known: _spread(known.ratios(sizes[:_COMPARED])))
+
+        def unlike(known: Known) -> tuple[float, bool]:
+            ratios = known.ratios(sizes[:_COMPARED])
+            return _spread(ratios), max(ratios, default=1.0) > 1.01
+
+        found = min(reversed(fitting), key=unlike)
         self._known.remove(found)
         self._known.append(found)
         ratio = found.ratios(sizes)[0] if sizes else 1.0

@@ -256,7 +256,7 @@ class PolicyActions:
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
 _INT = frozenset({int})
-# StepMeasured is there only of a step in which it was asked for, and comes later.
+# A step is measured for who asks for it, and that is told though nobody asks any more.
 _ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
 
 
