@@ -13,9 +13,6 @@ from .allocators.base import ALIGNMENT, Region
 
 _log = logging.getLogger("tiered_mem.host_tier")
 
-# How many cuts a slab remembers, each of some tensors over its bytes.
-_MOST_CUTS = 512
-
 
 class HostSlab:
     """A slab of the pool as torch sees it.
@@ -30,24 +27,17 @@ class HostSlab:
         whole = bytes_of(region) if memory is None else memory
         self.pinned = memory is None and is_pinned(whole)
         self._elements = {torch.uint8: whole}
-        self._cuts: dict[int, tuple[Sequence[Form], list[torch.Tensor]]] = {}
 
     def cut(self, start: int, wanted: Sequence[Form]) -> list[torch.Tensor]:
-        """Tensors of these forms next to each other, each in whole units of the pool's, from the byte `start` on.
-
-        One step asks for what the step before has asked for: of each place the last cut is remembered.
-        """
-        forms, tensors = self._cuts.get(start, (None, []))
-        if forms != wanted:
-            tensors, at = [], start
-            for nbytes, dtype, shape, stride in wanted:
-                elements = self._of(dtype)
+        """Tensors of these forms next to each other, each in whole units of the pool's, from the byte `start` on."""
+        tensors = []
+        last: torch.dtype | None = None
+        for nbytes, dtype, shape, stride in wanted:
+            if dtype is not last:
+                last, elements = dtype, self._of(dtype)
                 first = elements.storage_offset()  # from which as_strided does not count
-                tensors.append(elements.as_strided(shape, stride, first + at // dtype.itemsize))
-                at += -(-nbytes // ALIGNMENT) * ALIGNMENT
-            if len(self._cuts) >= _MOST_CUTS:
-                self._cuts.clear()
-            self._cuts[start] = wanted, tensors
+            tensors.append(elements.as_strided(shape, stride, first + start // dtype.itemsize))
+            start += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return tensors
 
     def _of(self, dtype: torch.dtype) -> torch.Tensor:
