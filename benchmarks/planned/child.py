@@ -1,0 +1,82 @@
+"""One training behind one link, in a process of its own: `python -m benchmarks.planned.child MODEL LINK SHARE...`.
+
+Writes a line of JSON for each thing that was measured, and one with the rows of the table.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import ascend_emulator
+
+from .links import LINKS
+
+_HOST = "1TiB"
+
+
+def main() -> int:
+    model, link, *shares = sys.argv[1:]
+    os.environ["TIERED_MEM_HOST_LIMIT"] = _HOST  # what the modelled server has, and not this machine
+    there = LINKS[link]
+    ascend_emulator.start(
+        hbm_bytes="400GiB",
+        host_bytes=_HOST,
+        clock=there.chip,
+        dry=True,
+        h2d_bytes_per_s=int(there.back),
+        d2h_bytes_per_s=int(there.out),
+    )
+    logging.getLogger("tiered_mem").setLevel(logging.ERROR)
+    from tiered_mem.policies.planning.link import Link  # torch must find the device
+
+    from .contest import Contest
+    from .trainings import TRAININGS
+
+    contest = Contest(TRAININGS[model], Link(there.out, there.back))
+    orders = []
+    for made in contest.layer_orders():
+        orders.append(made)
+        say(done=made.setting)
+    rows: list[dict[str, Any]] = []
+    for share in map(float, shares):
+        budget = contest.budget(share)
+        within = [made for made in orders if made.peak <= budget]
+        best = min(within, key=lambda made: made.seconds, default=None)
+        try:
+            auto, error = asdict(contest.auto(budget)), None
+        except ValueError as refused:  # no plan keeps the budget
+            auto, error = None, str(refused)
+        say(done=f"auto, {share:.0%}")
+        rows.append(
+            {
+                "share": share,
+                "budget": budget,
+                "bound": contest.bound(budget),
+                "auto": auto,
+                "error": error,
+                "layer_order": None if best is None else asdict(best),
+            }
+        )
+    say(
+        model=model,
+        link=link,
+        layers=contest.layers,
+        blocks=len(contest.profile.nbytes),
+        floor=contest.floor,
+        plain=asdict(contest.plain),
+        rows=rows,
+    )
+    return 0
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
