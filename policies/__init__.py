@@ -1,11 +1,10 @@
 """Policies decide what is offloaded and reloaded, and when. Pure: events in, actions out, no torch."""
 
-from collections.abc import Callable
-
 from .base import (
     Action,
     Dropped,
     Event,
+    ExactMemory,
     Fetch,
     ForwardBegin,
     ForwardEnd,
@@ -37,6 +36,7 @@ __all__ = [
     "Action",
     "Dropped",
     "Event",
+    "ExactMemory",
     "Fetch",
     "ForwardBegin",
     "ForwardEnd",
@@ -65,11 +65,12 @@ __all__ = [
     "policy_by_name",
 ]
 
-_NAMED: dict[str, Callable[[], Policy]] = {"layer-order": LayerOrderPolicy, "lru": LRUPolicy}
 
-
-def policy_by_name(name: str) -> Policy:
-    """A policy with its default arguments. Raises ValueError for an unknown name."""
-    if name not in _NAMED:
-        raise ValueError(f"unknown policy {name!r}; known are 'auto', {', '.join(map(repr, _NAMED))}")
-    return _NAMED[name]()
+def policy_by_name(name: str, *, device_bytes: int | None = None) -> Policy:
+    """A policy with its default arguments; "lru" with so many bytes, or its own default. ValueError if unknown."""
+    match name:
+        case "layer-order":
+            return LayerOrderPolicy()
+        case "lru":
+            return LRUPolicy() if device_bytes is None else LRUPolicy(device_bytes)
+    raise ValueError(f"unknown policy {name!r}; known are 'auto', 'layer-order', 'lru'")

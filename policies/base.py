@@ -144,23 +144,37 @@ class StepEnd:
 class Memory:
     """What is allocated on the device, by whomever, in bytes: now, and at most since the last answer was done.
 
+    reserved: what torch's pool has of the device, with what lies unused in it; 0 where that is not known.
+
     Told right before each other event but StepMeasured, HostPressure and Refused. Of that event's blocks, those
-    that are saved are allocated already, and those that are dropped are freed.
+    that are saved are allocated already, and those that are dropped are freed. What came and went in between counts
+    where torch's own peak has risen.
     """
 
     device: int
     peak: int
+    reserved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExactMemory(Memory):
+    """What is told as Memory, with all that came and went in between, to a policy that asks for it in its place.
+
+    To know it, torch's own peak is begun anew after each answer, and users may want to read that: so it is for
+    steps that are recorded. At the end of such a step the host waits for the device, and tells StepMeasured before
+    the next one begins.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeasured:
     """How long a step took on the device. Told some time after its end, between any two events.
 
-    Of a step at whose beginning a policy asks for it, if it could be measured.
+    Of a step in which a policy asks for it, if it could be measured.
 
-    seconds: for each position of the step the compute time to the next, without stalls. Positions are the events
-        that the policy was told from StepBegin to StepEnd, these two left out, and Memory, StepMeasured,
-        HostPressure and Refused left out.
+    seconds: for each position of the step, from the first at which the policy asked for it, the compute time to the
+        next, without stalls. Positions are the events that the policy was told from StepBegin to StepEnd, these two
+        left out, and Memory, StepMeasured, HostPressure and Refused left out.
     stalls: the seconds in which compute waited for copies.
     out, back: bytes each second of copies from and to the device while they ran; 0 where there were none.
     """
@@ -238,8 +252,9 @@ Event = (
     | StepBegin
     | StepEnd
     | Memory
+    | ExactMemory
     | StepMeasured
     | Refused
 )
 # Of these, what is told to a policy that asks for it.
-OnRequest = Used | StepBegin | StepEnd | Memory | StepMeasured | Refused
+OnRequest = Used | StepBegin | StepEnd | Memory | ExactMemory | StepMeasured | Refused

@@ -10,6 +10,7 @@ from .base import (
     Action,
     Dropped,
     Event,
+    ExactMemory,
     Fetch,
     HostPressure,
     Memory,
@@ -26,6 +27,7 @@ from .base import (
     Used,
 )
 from .lru import LRUPolicy
+from .planning.bound import BudgetTooSmall
 from .planning.link import Link
 from .planning.names import Name
 from .planning.repertoire import Repertoire
@@ -34,13 +36,18 @@ from .planning.step import StepUnderWay
 from .planning.table import Table
 
 _log = logging.getLogger("tiered_mem.policies")
-# Steps from one plan to the next for the same kind of step, at least.
+# Steps from one that is timed to the next, at least, for the same kind of step.
 _PATIENCE = 4
+# So many steps that are of no known kind are recorded in a row. After that it is each fourth.
+_STRAYS = 8
 # Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
 _DRIFT = 0.02
 # Plans are made for so much less after each step that went above the budget, as a share of it.
 _MARGIN = 0.01
 _FETCHED_AHEAD = 8
+_PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, Refused})
+_TIMED = _PLAYED | {StepMeasured}
+_RECORDED = _TIMED - {Memory} | {ExactMemory}
 
 
 class PlannedPolicy:
@@ -53,6 +60,9 @@ class PlannedPolicy:
     costs time and keeps the budget.
 
     budget: bytes of the device for everything, an int or a string such as "60GiB".
+    fragments: of these, what lies unused in torch's pool. When a step has been recorded it is what the pool had
+        beyond that step's peak, but at least half of `fragments`, and at most twice as much, because torch gives
+        free memory back before it runs out. None: the budget is for what is allocated.
     link: the rates of copies.
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
@@ -68,12 +78,18 @@ class PlannedPolicy:
         budget: int | str,
         link: Link,
         *,
+        fragments: int | None = None,
         slowdown: float | None = None,
         host_bytes: int | str | None = None,
     ) -> None:
-        if slowdown is not None and slowdown < 0:
+        if slowdown is not None and not slowdown >= 0:
             raise ValueError(f"slowdown is a share of a step's time and at least 0, not {slowdown}")
-        self._budget = parse_bytes(budget)
+        self._given = parse_bytes(budget)
+        self._fragments = fragments
+        self._highest = 0  # peak of the recorded steps
+        self._budget = self._given - (fragments or 0)
+        if self._budget < 1:
+            raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         host = None if host_bytes is None else parse_bytes(host_bytes)
         self._repertoire = Repertoire(self._budget, link, host, slowdown)
         self._residence = Residence()
@@ -82,13 +98,9 @@ class PlannedPolicy:
         self._ended: dict[int, StepUnderWay] = {}
         self._lru: LRUPolicy | None = None
         self._overruns = 0
-        self._since_plan = 0
-        self._measure = True
-
-    @property
-    def asks(self) -> Collection[type[OnRequest]]:
-        always = {Used, StepBegin, StepEnd, Memory, Refused}
-        return always | {StepMeasured} if self._measure else always
+        self._untimed = 0  # steps since the last that was timed
+        self._strays = 0  # steps since the last that was of a known kind
+        self.asks: Collection[type[OnRequest]] = _RECORDED
 
     @property
     def resident(self) -> int:
@@ -100,11 +112,13 @@ class PlannedPolicy:
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
-            case Memory(_, peak):
+            case Memory(_, peak, reserved):
                 self._memory = event
                 if self._step is not None:
+                    self._step.exact = type(event) is ExactMemory
                     self._step.recording.most(peak - self._residence.own)
                     self._step.peak = max(self._step.peak, peak)
+                    self._step.reserved = max(self._step.reserved, reserved)
             case StepBegin(step):
                 self._begin(step)
             case StepEnd():
@@ -132,17 +146,33 @@ class PlannedPolicy:
         step, self._step = self._step, None
         if step is None:
             return
-        self._since_plan += 1
-        self._measure = step.deviates or self._since_plan >= _PATIENCE
+        self._untimed = 0 if StepMeasured in self.asks else self._untimed + 1
+        self._strays = self._strays + 1 if step.deviates else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
         if step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
+        if step.exact and step.reserved and self._fragments is not None:
+            self._highest = max(self._highest, step.peak)
+            unused = step.reserved - self._highest
+            self._leave_out(max(self._fragments // 2, min(unused, 2 * self._fragments)))
+        self.asks = _TIMED if self._untimed >= _PATIENCE - 1 else _PLAYED
+        if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
+            self._record(step.number + 1)
+
+    def _record(self, step: int) -> None:
+        """This step is of no kind that is known."""
+        if self._strays <= _STRAYS or step % _PATIENCE == 0:
+            self.asks = _RECORDED
+
+    def _leave_out(self, fragments: int) -> None:
+        """So many bytes of what was given are not to be used."""
+        self._budget = max(1, self._given - fragments)
+        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._overruns)))
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
-        self._repertoire.budget = int(self._budget * max(0.0, 1 - _MARGIN * self._overruns))
-        self._repertoire.forget_plans()
+        self._leave_out(self._given - self._budget)
         if self._overruns >= 3:
             _log.warning(
                 "a step took %s where the budget is %s, for the %d. time: a larger budget would be kept",
@@ -169,7 +199,7 @@ class PlannedPolicy:
             if residence.place(event.key) is not Place.LEAVING:
                 actions = residence.follow([Reload(event.key)])
             residence.use(event.key)
-        if step is not None and isinstance(event, Saved) and step.undecided():
+        if step is not None and step.undecided:
             self._choose(step)
         if step is None or step.table is None or name is None:
             actions += residence.follow(self._learning(others).decide(event))
@@ -199,11 +229,12 @@ class PlannedPolicy:
         return actions
 
     def _choose(self, step: StepUnderWay) -> None:
-        """Finds the plan for a step, by what it has saved so far."""
-        found = self._repertoire.find(step.recording.layers, step.sizes)
-        if found is not None:
-            step.known, step.ratio = found
-            step.table = self._repertoire.table(*found)
+        """Finds the plan for a step, by what it has done so far. One that is of no known kind is recorded."""
+        found = self._repertoire.find(step.recording.course, step.sizes)
+        if found is None:
+            self._record(step.number)
+        elif step.sizes:
+            step.play(*found, self._repertoire.table(*found))
             self._lru = None
 
     def _learning(self, others: int | None) -> LRUPolicy:
@@ -235,16 +266,22 @@ class PlannedPolicy:
         return actions
 
     def _learn(self, step: StepUnderWay, seconds: Sequence[float], stalls: float, out: float, back: float) -> None:
-        if len(seconds) != len(step.recording.names):
+        missing = len(step.recording.names) - len(seconds)
+        if missing < 0:
             return
-        repertoire = self._repertoire
-        known = step.known if step.known is not None and not step.deviates else repertoire.same(step.recording)
-        if known is None:
-            if step.recording.regular:
-                repertoire.add(step.recording, seconds)
-                self._since_plan = 0
-        elif step.table is not None and self._since_plan >= _PATIENCE:
+        repertoire, recording = self._repertoire, step.recording
+        if step.known is None or step.deviates:
+            if step.exact and recording.regular and not repertoire.same(recording):
+                try:
+                    repertoire.add(recording, seconds, step.known, step.ratio)
+                except BudgetTooSmall as error:
+                    if self._fragments is None or error.floor > self._given:
+                        raise
+                    self._leave_out(self._given - error.floor)  # it did run
+                    repertoire.add(recording, seconds, step.known, step.ratio)
+                self.asks = _TIMED if missing else _PLAYED
+        elif step.table is not None and len(seconds) == len(step.known.names):
             planned = step.table.plan
-            if abs(stalls - sum(stall.seconds for stall in planned.stalls)) > _DRIFT * planned.seconds:
-                self._since_plan = 0
-                repertoire.drift(known, step.ratio, seconds, out, back)
+            surprise = abs(stalls - sum(stall.seconds for stall in planned.stalls))
+            if step.known.guessed or surprise > _DRIFT * planned.seconds:
+                repertoire.drift(step.known, step.ratio, seconds, out, back)

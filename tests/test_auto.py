@@ -10,7 +10,9 @@ from torch import nn
 
 from tests.conftest import Link
 from tiered_mem import TieringManager
-from tiered_mem.policies import LayerOrderPolicy
+from tiered_mem.automatic import PolicyChoice
+from tiered_mem.device import Device
+from tiered_mem.policies import LayerOrderPolicy, LRUPolicy
 
 STEPS = 5
 LARGEST = 256 << 10  # block
@@ -136,4 +138,32 @@ def test_arguments(device: str, device_module: ModuleType) -> None:
     with pytest.raises(ValueError, match="slowdown"):
         TieringManager(policy="auto", device=device, slowdown=-1.0, host_bytes="8MiB")
     with pytest.raises(ValueError, match=r"needs a device that counts its memory, and cpu does not"):
-        TieringManager(policy="auto", device="cpu", host_bytes="8MiB")
+        TieringManager(device="cpu", device_budget="1GiB", host_bytes="8MiB")
+
+
+def test_it_is_the_default(device: str, device_module: ModuleType, plain: tuple[list[float], int, int]) -> None:
+    losses, peak, _ = plain
+    model, x = make(device)
+    spare = device_module.mem_get_info()[0] + device_module.memory_reserved() - peak
+    with TieringManager() as manager, manager.attach(model, min_bytes=4096):
+        assert manager.device.kind == device
+        hog = torch.empty(spare, dtype=torch.uint8, device=device)
+        assert train(model, x) == losses
+        assert manager.stats()["released.bytes.total"] != 0
+        del hog
+
+
+def test_on_the_cpu_the_default_moves_all_layers() -> None:
+    model, x = make("cpu")
+    expected = train(model, x)
+    model, x = make("cpu")
+    with TieringManager(device="cpu", host_bytes="32MiB") as manager, manager.attach(model, min_bytes=4096):
+        assert train(model, x) == expected
+        assert manager.stats()["released.bytes.total"] != 0
+
+
+def test_lru_by_its_name_keeps_a_quarter_of_the_device(device: str, device_module: ModuleType) -> None:
+    _, total = device_module.mem_get_info()
+    made = PolicyChoice("lru", None, None).on(Device(device), None)
+    assert vars(made) == vars(LRUPolicy(total // 4))
+    assert vars(PolicyChoice("lru", None, None).on(Device("cpu"), None)) == vars(LRUPolicy())

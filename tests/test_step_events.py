@@ -17,6 +17,7 @@ from tiered_mem.policies import (
     Action,
     Dropped,
     Event,
+    ExactMemory,
     ForwardBegin,
     ForwardEnd,
     LayerBegin,
@@ -152,12 +153,65 @@ def test_steps_are_measured_beside_a_trace_of_the_users(device: str) -> None:
     assert all(sum(event.seconds) > 0 for event in measured)
 
 
-def test_torch_keeps_its_peak_in_steps_that_are_not_measured(device: str, device_module: ModuleType) -> None:
+def test_torch_keeps_its_peak_in_steps_that_are_not_recorded(device: str, device_module: ModuleType) -> None:
     device_module.reset_peak_memory_stats()
     large = torch.empty(32 << 20, dtype=torch.uint8, device=device)
     del large
-    told_in(Listening(2, {Memory}), device)
+    told_in(Listening(2, {Memory, StepMeasured, StepBegin, StepEnd}), device)
     assert device_module.max_memory_allocated() >= 32 << 20
+
+
+def test_exact_memory_sees_what_came_and_went(device: str, device_module: ModuleType) -> None:
+    """A layer's forward takes 8 MiB for a moment, in each of three steps."""
+
+    class Passing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.empty(8 << 20, dtype=torch.uint8, device=device)
+            return x * 2
+
+    policy = Listening(0, {ExactMemory})
+    x = torch.ones(64, device=device, requires_grad=True)
+    with TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager:
+        for _ in range(3):
+            with manager.offload_context([layer := Passing()]):
+                y = layer(x)
+            y.sum().backward()
+    rises = [event.peak - event.device for event in policy.told if type(event) is ExactMemory]
+    assert len([rise for rise in rises if 8 << 20 <= rise < 9 << 20]) == 3
+    assert {type(event) for event in policy.told if isinstance(event, Memory)} == {Memory, ExactMemory}
+
+
+def test_a_step_that_is_recorded_from_its_middle_on_has_times_before_the_next_begins(device: str) -> None:
+    class Late(Listening):
+        """Asks for all of it when the second step's third layer begins, until the step is over."""
+
+        def decide(self, event: Event) -> Sequence[Action]:
+            answer = super().decide(event)
+            if isinstance(event, StepBegin):
+                self.step = event.step
+            elif self.step == 1 and isinstance(event, LayerBegin) and event.layer == 2 and not event.backward:
+                self.asks = {StepBegin, StepEnd, StepMeasured, ExactMemory}
+            elif isinstance(event, StepEnd):
+                self.asks = {StepBegin, StepEnd, StepMeasured} if self.step == 1 else {StepBegin, StepEnd}
+            return answer
+
+    model, x = stack(3, device)
+    policy = Late(2, {StepBegin, StepEnd})
+    with (
+        TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager,
+        manager.attach(model, min_bytes=1024),
+    ):
+        for _ in range(3):
+            model(x).backward()
+    (measured,) = [place for place, event in enumerate(policy.told) if isinstance(event, StepMeasured)]
+    begun = policy.told.index(StepBegin(2))
+    assert policy.told.index(StepEnd(1)) < measured < begun
+    step = by_step(policy.told)[1]
+    event = policy.told[measured]
+    assert isinstance(event, StepMeasured)
+    third = next(place for place, each in enumerate(step) if isinstance(each, LayerBegin) and each.layer == 2)
+    assert len(event.seconds) == len(step) - third - 1
+    assert sum(event.seconds) > 0
 
 
 def test_a_reload_that_finds_the_device_full_is_told(device: str, device_module: Any) -> None:

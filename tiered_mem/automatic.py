@@ -1,40 +1,71 @@
-"""The policy of a manager that is told how much device memory there is, and nothing else."""
+"""Which policy a manager has: the user's own, one by its name, or the one that is made for the device."""
 
 from __future__ import annotations
 
 import logging
 
+from .arguments import with_methods
 from .device import Device
 from .measured_link import measured
-from .policies import Link, PlannedPolicy
+from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_name
 from .sizes import format_bytes, parse_bytes
 
 _log = logging.getLogger("tiered_mem.automatic")
 
-# Of the device's memory, for what lies in torch's pool in pieces that nobody can use.
+# Of the device's memory, for what lies in torch's pool in pieces that nobody can use; until a step was recorded.
 _FRAGMENTS = 0.04
+# Of the device's memory, what policy="lru" keeps there.
+_LRU = 0.25
 # A link of 50 GB/s takes a third of a millisecond for this, a hundred times its latency.
 _MEASURED_BYTES = 16 << 20
 
 
-def planned_policy(
-    device: Device, device_budget: int | str | None, slowdown: float | None, host_bytes: int | None
-) -> PlannedPolicy:
-    """Measures the link, and makes the policy. Arguments and errors are those of TieringManager."""
-    usable, total = device.usable_and_total()
-    if total == 0:
-        raise ValueError(f"policy='auto' needs a device that counts its memory, and {device.kind} does not")
-    budget = int(usable - _FRAGMENTS * total) if device_budget is None else parse_bytes(device_budget)
-    if not 0 < budget <= total:
-        raise ValueError(
-            f"device_budget is {format_bytes(budget)}, and the device has {format_bytes(total)}, of which this "
-            f"process can use {format_bytes(usable)}"
+class PolicyChoice:
+    """What a user says of the policy. Arguments and errors are those of TieringManager."""
+
+    def __init__(self, policy: Policy | str, device_budget: int | str | None, slowdown: float | None) -> None:
+        self._policy = policy
+        self._device_budget = device_budget
+        self._slowdown = slowdown
+        if policy != "auto":
+            if (device_budget, slowdown) != (None, None):
+                raise ValueError("device_budget and slowdown are for policy='auto'")
+            with_methods(
+                "policy", policy_by_name(policy) if isinstance(policy, str) else policy, ("check", "decide")
+            )
+
+    def on(self, device: Device, host_bytes: int | None) -> Policy:
+        """The policy for a device and so much host memory. For "auto" the link is measured."""
+        usable, total = device.usable_and_total()
+        if not isinstance(self._policy, str):
+            return self._policy
+        if self._policy != "auto":
+            return policy_by_name(self._policy, device_bytes=int(_LRU * total) or None)
+        if total:
+            return self._planned(device, usable, total, host_bytes)
+        if (self._device_budget, self._slowdown) != (None, None):
+            raise ValueError(f"a device_budget needs a device that counts its memory, and {device.kind} does not")
+        _log.info("%s counts no memory that could be planned for: policy='layer-order'", device.kind)
+        return LayerOrderPolicy()
+
+    def _planned(self, device: Device, usable: int, total: int, host_bytes: int | None) -> PlannedPolicy:
+        budget = usable if self._device_budget is None else parse_bytes(self._device_budget)
+        if budget > total:
+            raise ValueError(
+                f"device_budget is {format_bytes(budget)}, and the device has {format_bytes(total)}, of which this "
+                f"process can use {format_bytes(usable)}"
+            )
+        speed = measured(device, _MEASURED_BYTES, rounds=3)
+        out, back = speed.from_device * 1e9, speed.to_device * 1e9
+        both = min(1.0, speed.both * 1e9 / (out + back))
+        _log.info(
+            "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
+            *(format_bytes(budget), speed.from_device, speed.to_device, 100 * both),
         )
-    speed = measured(device, _MEASURED_BYTES, rounds=3)
-    out, back = speed.from_device * 1e9, speed.to_device * 1e9
-    both = min(1.0, speed.both * 1e9 / (out + back))
-    _log.info(
-        "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
-        *(format_bytes(budget), speed.from_device, speed.to_device, 100 * both),
-    )
-    return PlannedPolicy(budget, Link(out, back, both=both), slowdown=slowdown, host_bytes=host_bytes)
+        return PlannedPolicy(
+            budget,
+            Link(out, back, both=both),
+            fragments=int(_FRAGMENTS * total) if self._device_budget is None else None,
+            slowdown=self._slowdown,
+            host_bytes=host_bytes,
+        )

@@ -126,7 +126,7 @@ class Device:
 
     def below_peak(self) -> int:
         """The bytes of device memory that can be allocated without a new peak. 0 on the cpu."""
-        allocated, peak = self.allocated_and_peak()
+        allocated, peak, _ = self.memory()
         return peak - allocated
 
     def reset_peak(self) -> None:
@@ -141,13 +141,17 @@ class Device:
         free, total = self._module.mem_get_info(self._number)
         return int(free) + int(self._module.memory_reserved(self._number)), int(total)
 
-    def allocated_and_peak(self) -> tuple[int, int]:
-        """The bytes of device memory that tensors have, and the most since the last reset. 0 on the cpu."""
+    def memory(self) -> tuple[int, int, int]:
+        """The bytes of device memory that tensors have, the most since the last reset, and what torch's pool has.
+
+        0 on the cpu.
+        """
         if self._module is None:
-            return 0, 0
+            return 0, 0, 0
         # max_memory_allocated() takes half a millisecond and leaves work for the garbage collector.
-        allocated = self._module.memory_stats_as_nested_dict(self._number)["allocated_bytes"]["all"]
-        return int(allocated["current"]), int(allocated["peak"])
+        stats = self._module.memory_stats_as_nested_dict(self._number)
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        return int(allocated["current"]), int(allocated["peak"]), int(reserved["current"])
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device
@@ -162,12 +166,6 @@ class Device:
         if chosen >= count:
             raise DeviceUnavailable(f"device '{self.kind}:{chosen}' asked for, but this machine has {count}")
         return int(chosen)
-
-
-def default_device() -> str:
-    """The kind of the accelerator that torch has here, or "cpu"."""
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type
 
 
 # ND, NCHW, NHWC and NCDHW in torch_npu's numbering; the others are tiled.

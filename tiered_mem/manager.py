@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
-from typing import cast
 
 import torch
 
@@ -25,8 +24,8 @@ from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
 from .activations.step_watch import StepWatch
 from .allocators.base import HostPool
-from .arguments import instance, with_methods, yes_or_no
-from .automatic import planned_policy
+from .arguments import instance, yes_or_no
+from .automatic import PolicyChoice
 from .device import Device
 from .errors import DeviceFailed
 from .host_budget import HostBytes
@@ -35,7 +34,7 @@ from .interrupts import Interrupts, uninterrupted
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, Policy, policy_by_name
+from .policies import Action, Policy
 from .report import flatten, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
@@ -52,9 +51,10 @@ class TieringManager:
     """Moves blocks between the device and host memory while a model trains.
 
     policy: a Policy, or the name of one ("layer-order", "lru"). "auto" keeps all device memory below device_budget
-        and plans for the least waiting, by what it sees of the first step. It measures the link when it is made.
+        and plans for the least waiting, by what it sees of the first step. It measures the link when it is made. On
+        the cpu, which counts no memory, it is "layer-order".
     device_budget: with "auto", the bytes of the device for everything, such as "60GiB"; None is what there is, less
-        4 % for fragments. slowdown: how much longer a step may take, as 0.05, where that saves memory.
+        fragments (as measured). slowdown: how much longer a step may take, as 0.05, where that saves memory.
     device: "npu", "cuda" or "cpu", with or without an index; None is the accelerator that there is.
     host_bytes: the most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for that
         share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits (or
@@ -94,7 +94,7 @@ class TieringManager:
     def __init__(
         self,
         *,
-        policy: Policy | str,
+        policy: Policy | str = "auto",
         device_budget: int | str | None = None,
         slowdown: float | None = None,
         device: str | torch.device | None = None,
@@ -115,11 +115,7 @@ class TieringManager:
             self._interrupts = Interrupts()
             self._interrupts.watch()
             undo.callback(self._interrupts.close)
-            if policy != "auto" and (device_budget, slowdown) != (None, None):
-                raise ValueError("device_budget and slowdown are for policy='auto'")
-            made = policy_by_name(policy) if isinstance(policy, str) and policy != "auto" else policy
-            if policy != "auto":
-                with_methods("policy", made, ("check", "decide"))
+            choice = PolicyChoice(policy, device_budget, slowdown)
             yes_or_no("trace", trace)
             if transfer_stream is not None:
                 instance("transfer_stream", transfer_stream, torch.Stream)
@@ -129,9 +125,7 @@ class TieringManager:
                 undo.callback(self._disk.close)
             self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
             undo.callback(self._host.drop)
-            if policy == "auto":
-                made = planned_policy(self.device, device_budget, slowdown, self._host.pool_stats().capacity)
-            self._policy = cast(Policy, made)
+            self._policy = choice.on(self.device, self._host.pool_stats().capacity)
             now = time.perf_counter if self._disk is None else self._disk.now
             self._trace = Trace(self.device, now=now) if trace else None
             if self._trace is not None and self._disk is not None:

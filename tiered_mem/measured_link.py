@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .device import Device, Stream, default_device
+from .device import Device, Stream
 from .errors import DeviceUnavailable
 from .host_tier import bytes_of, is_pinned
 from .tiers import chosen_pool, numa_node
@@ -51,7 +51,7 @@ def link_to(asked: str | None) -> tuple[MeasuredLink | None, str]:
         return None, "torch finds no accelerator here"
     else:
         try:
-            device = Device(default_device())
+            device = Device(None)
         except (DeviceUnavailable, ValueError) as error:
             return None, str(error)
     try:

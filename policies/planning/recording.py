@@ -22,12 +22,13 @@ class _Life:
 class Recording:
     """One step, as its events come.
 
-    names: of the positions so far. layers: those that its first forward was told. blocks: their lives, in the order
-    of their saves.
+    names: of the positions so far. course: of these, all but the uses and drops of blocks, whose order may change.
+    uses: how many uses there were. blocks: their lives, in the order of their saves.
     """
 
-    layers: int | None = None
     names: list[Name] = field(default_factory=list)
+    course: list[Name] = field(default_factory=list)
+    uses: int = 0
     blocks: dict[Name, _Life] = field(default_factory=dict)
     _unmovable: list[int] = field(default_factory=list)
     _standing: list[int] = field(default_factory=list)
@@ -42,6 +43,10 @@ class Recording:
     def position(self, name: Name, others: int | None) -> None:
         """An event comes. others: the bytes of device memory that are no blocks of the step; None if not known."""
         self.names.append(name)
+        if name[0] == "used":
+            self.uses += 1
+        elif name[0] != "dropped":
+            self.course.append(name)
         self._measured &= others is not None
         self._unmovable.append(max(0, others or 0))
         self._standing.append(max(0, others or 0))
@@ -50,6 +55,17 @@ class Recording:
         """At most so much was allocated beside the blocks since the last event."""
         if self._unmovable:
             self._unmovable[-1] = max(self._unmovable[-1], others)
+
+    def take_over(self, count: int, names: Sequence[Name], like: Profile) -> list[float]:
+        """The seconds of the first positions, and at least its memory, from a step that has these names."""
+        place = {name: k for k, name in enumerate(names)}
+        seconds = []
+        for i, name in enumerate(self.names[:count]):
+            k = place.get(name)
+            seconds.append(0.0 if k is None else like.seconds[k])
+            if k is not None:
+                self._unmovable[i] = max(self._unmovable[i], like.unmovable[k])
+        return seconds
 
     def forward(self, begins: bool) -> None:
         """A forward begins or ends at the last position."""

@@ -30,12 +30,17 @@ _CHANGE = 0.01
 
 @dataclass
 class Known:
-    """A step that was recorded. tables: what was planned for it, by its length over the recorded one."""
+    """A step that was recorded. tables: what was planned for it, by its length over the recorded one.
 
-    layers: int | None
+    guessed: the times of its first positions are those of another kind.
+    """
+
+    course: Sequence[Name]
+    uses: int
     names: Sequence[Name]
     blocks: Sequence[Name]
     profile: Profile
+    guessed: bool = False
     tables: dict[float, Table] = field(default_factory=dict)
 
     def ratios(self, sizes: Sequence[int]) -> list[float]:
@@ -56,26 +61,37 @@ class Repertoire:
         self._slowdown = slowdown
         self._known: list[Known] = []  # the one that was used last comes last
 
-    def find(self, layers: int | None, sizes: Sequence[int]) -> tuple[Known, float] | None:
-        """The kind of a step of so many layers whose first blocks have these sizes, and its length.
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, course: Sequence[Name], sizes: Sequence[int]) -> tuple[Known, float] | None:
+        """The kind of a step that begins like this and whose first blocks have these sizes, and its length.
 
         Of several it is the one to which all of the sizes have the same ratio, and that was used last.
         """
-        fitting = [known for known in self._known if known.layers == layers and known.profile.nbytes]
+        fitting = [known for known in self._known if known.course[: len(course)] == course]
         if not fitting:
             return None
         found = min(reversed(fitting), key=lambda known: _spread(known.ratios(sizes[:_COMPARED])))
         self._known.remove(found)
         self._known.append(found)
-        ratio = found.ratios(sizes)[0]
+        ratio = found.ratios(sizes)[0] if sizes else 1.0
         return found, 1.0 if abs(ratio - 1) < 0.01 else ceil(ratio * _GRID) / _GRID
 
-    def add(self, recording: Recording, seconds: Sequence[float]) -> None:
+    def add(self, recording: Recording, seconds: Sequence[float], like: Known | None, ratio: float) -> None:
         """Takes a step over, and plans for it.
+
+        seconds: of its positions, or of the last of them, if it began `like` a known one, of so much its length.
 
         Raises BudgetTooSmall for the first step. A later one that the budget is too small for is left out.
         """
-        known = Known(recording.layers, recording.names, list(recording.blocks), recording.profile(seconds))
+        before = len(recording.names) - len(seconds)
+        begun = (
+            [0.0] * before if like is None else recording.take_over(before, like.names, like.profile.scaled(ratio))
+        )
+        profile = recording.profile([*begun, *seconds])
+        blocks = list(recording.blocks)
+        known = Known(recording.course, recording.uses, recording.names, blocks, profile, guessed=before > 0)
         try:
             self.table(known, 1.0, strict=True)
         except BudgetTooSmall as error:
@@ -116,8 +132,10 @@ class Repertoire:
         seconds: of each position, for a step of this ratio. out, back: rates; 0 is not known.
         """
         tables, profile, link = known.tables, known.profile, self.link
-        mean = [(1 - _NEW) * old + _NEW * new / ratio for old, new in zip(profile.seconds, seconds, strict=True)]
+        share = 1.0 if known.guessed else _NEW
+        mean = [(1 - share) * old + share * new / ratio for old, new in zip(profile.seconds, seconds, strict=True)]
         known.profile = replace(profile, seconds=mean)
+        known.guessed = False
         self.link = replace(link, out=out or link.out, back=back or link.back)
         known.tables = {}
         made = self.table(known, ratio)
@@ -129,7 +147,9 @@ class Repertoire:
                 if other is not known:
                     other.tables.clear()
 
-    def forget_plans(self) -> None:
+    def replan(self, budget: int) -> None:
+        """From now on plans are made for this budget."""
+        self.budget = budget
         for known in self._known:
             known.tables.clear()
 

@@ -17,8 +17,11 @@ class StepUnderWay:
     """A step that goes on, or has ended.
 
     known, ratio, table: what it is taken for, how long it is, and what it plays; None while nothing suits.
+    undecided: the last event may show what it is: the first, the first block, the eighth, and one that its kind
+    does not have.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
-    has used since its last layer began. peak: the most bytes of all that was allocated at a time.
+    has used since its last layer began. peak, reserved: the most bytes of all that was allocated at a time, and
+    that torch's pool had. exact: whether memory is told with all that comes and goes.
     """
 
     number: int
@@ -31,32 +34,37 @@ class StepUnderWay:
     sizes: list[int] = field(default_factory=list)
     in_use: set[int] = field(default_factory=set)
     peak: int = 0
-    _looked: int = 0
+    reserved: int = 0
+    exact: bool = False
+    undecided: bool = False
+    _parted: bool = False
 
-    def undecided(self) -> bool:
-        """Whether the blocks so far may show what it is: true once for the first, and once when there are eight."""
-        seen = len(self.sizes)
-        for enough in (8, 1):
-            if self._looked < enough <= seen:
-                self._looked = enough
-                return True
-        return False
+    def play(self, known: Known, ratio: float, table: Table) -> None:
+        self.known, self.ratio, self.table = known, ratio, table
+        self._parted = False
 
     @property
     def deviates(self) -> bool:
         """Whether it is not of the kind that it is taken for."""
-        return self.known is None or len(self.known.names) != len(self.recording.names)
+        known, recording = self.known, self.recording
+        return (
+            known is None
+            or self._parted
+            or (len(known.course), known.uses) != (len(recording.course), recording.uses)
+        )
 
     def take(self, event: Event, others: int | None) -> Name:
         """Records an event, and names it. others: bytes of the device beside the step's blocks."""
         recording, names = self.recording, self.names
         name = names.event(event)
         recording.position(name, others)
+        self.undecided = len(recording.names) == 1
+        if self.known is not None and not self._parted:
+            here = len(recording.course)
+            self.undecided = self._parted = self.known.course[here - 1 : here] != recording.course[-1:]
         match event:
-            case ForwardBegin(_, num_layers):
+            case ForwardBegin():
                 recording.forward(begins=True)
-                if recording.layers is None:
-                    recording.layers = num_layers
             case ForwardEnd():
                 recording.forward(begins=False)
             case LayerBegin(backward=backward):
@@ -69,6 +77,7 @@ class StepUnderWay:
                     if block is not None and block not in recording.blocks:
                         recording.save(block, nbytes)
                         self.sizes.append(nbytes)
+                        self.undecided |= len(self.sizes) in (1, 8)
             case Used(_, _, key):
                 self.in_use.add(key)
                 if (block := names.block(key)) is not None:

@@ -20,7 +20,6 @@ from ..policies.base import (
     HostPressure,
     LayerBegin,
     LayerEnd,
-    Memory,
     Offload,
     OnRequest,
     Policy,
@@ -239,15 +238,15 @@ class PolicyActions:
         if self._watch is None:
             self.act(self._policy.decide(event))
             return
-        for each in (*self._watch.before(event), event):
+        for each in itertools.chain(self._watch.before(event), (event,)):
             asks = self._policy.asks  # type: ignore[attr-defined]
             self._watch.note(each, asks)
             if type(each) in _ON_REQUEST and type(each) not in asks:
                 continue
-            if Memory in asks and not isinstance(each, StepMeasured):
-                self.act(self._policy.decide(self._watch.memory()))
+            if not isinstance(each, StepMeasured) and (memory := self._watch.memory(asks)) is not None:
+                self.act(self._policy.decide(memory))
             self.act(self._policy.decide(each))
-            self._watch.answered()
+            self._watch.answered(self._policy.asks)  # type: ignore[attr-defined]
 
     def _tell_refused(self, kind: type[Action], blocks: Sequence[Block]) -> None:
         for block in blocks:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..device import Device
-from ..policies.base import Event, ForwardBegin, ForwardEnd, HostPressure, Memory, StepBegin, StepEnd, StepMeasured
+from ..policies.base import (
+    Event,
+    ExactMemory,
+    ForwardBegin,
+    ForwardEnd,
+    HostPressure,
+    Memory,
+    StepBegin,
+    StepEnd,
+    StepMeasured,
+)
 from ..trace.step_meter import StepMeter
 from ..transfer import TransferEngine
 from .block import SavedBlocks
@@ -31,46 +41,52 @@ class StepWatch:
         self._events = 0
         self._forwards: set[int] = set()
         self._highest = 0
+        self._exact = False  # whether torch's peak has begun anew after the last answer
 
-    def before(self, event: Event) -> list[Event]:
-        """What is to be told before an event: a step that was measured, ended, or begins."""
-        told: list[Event] = []
+    def before(self, event: Event) -> Iterator[Event]:
+        """What is to be told before an event: a step that was measured, ended, or begins.
+
+        Each is to be noted and told before the next is asked for.
+        """
         if (measured := self._meter.measured()) is not None:
-            told.append(measured)
+            yield measured
         if isinstance(event, ForwardBegin):
             if not self._forwards and (not self._blocks.by_key or self._events > _MOST_EVENTS):
                 if self._number is not None:
-                    told.append(StepEnd(self._number))
-                told.append(StepBegin(self._begun))
+                    wait = self._exact
+                    yield StepEnd(self._number)
+                    while (measured := self._meter.measured(wait=wait)) is not None:
+                        yield measured
+                yield StepBegin(self._begun)
             self._forwards.add(event.graph)
         elif isinstance(event, ForwardEnd):
             self._forwards.discard(event.graph)
-        return told
 
-    def memory(self) -> Memory:
-        """What is allocated on the device, and the most since the last event was answered.
-
-        Only while a step is measured is torch's own peak reset, which users may want to read. Otherwise the most is
-        known where torch's peak has risen.
-        """
-        allocated, peak = self._device.allocated_and_peak()
-        most = peak if self._meter.measuring or peak > self._highest else allocated
+    def memory(self, asks: Collection[type[Any]]) -> Memory | None:
+        """What is allocated on the device, and the most since the last event was answered, for who asks for it."""
+        if Memory not in asks and ExactMemory not in asks:
+            return None
+        allocated, peak, reserved = self._device.memory()
+        if self._exact:
+            return ExactMemory(allocated, peak, reserved)
+        most = peak if peak > self._highest else allocated
         self._highest = peak
-        return Memory(allocated, most)
+        return Memory(allocated, most, reserved)
 
-    def answered(self) -> None:
-        """What the policy has answered to an event is done."""
-        if self._meter.measuring:
+    def answered(self, asks: Collection[type[Any]]) -> None:
+        """What the policy has answered to an event is done, and now it asks for these."""
+        exact = ExactMemory in asks
+        if exact:
             self._device.reset_peak()
+        if exact or self._exact:
             self._highest = 0
+        self._exact = exact
 
     def note(self, event: Event, asks: Collection[type[Any]]) -> None:
         """The event is told now, or would be, to a policy that asks for these."""
         match event:
             case StepBegin(number):
                 self._number, self._begun, self._events = number, number + 1, 0
-                if StepMeasured in asks:
-                    self._meter.begin(number)
             case StepEnd():
                 self._number = None
                 self._meter.end()
@@ -78,4 +94,6 @@ class StepWatch:
                 pass
             case _ if self._number is not None:
                 self._events += 1
+                if StepMeasured in asks:
+                    self._meter.begin(self._number)
                 self._meter.position()

@@ -15,7 +15,6 @@ import torch
 from ..activations.activations import Activations
 from ..activations.forward_pass import ForwardPass, SavedTensor, is_packing
 from ..activations.movable import mark_stays, mark_whole
-from ..device import default_device
 from ..policies.base import Offload, Release, Reload
 from ..wrappers import plain_tensors, take_apart
 
@@ -137,6 +136,8 @@ def is_cpu_offload_enabled() -> bool:
     return is_packing()
 
 
-def device_of(stream: torch.Stream | None) -> str:
-    """The device of a stream, or the current accelerator."""
-    return default_device() if stream is None else str(stream.device)
+def device_of(stream: torch.Stream | None) -> str | None:
+    """The device of a stream; without one, None for the accelerator that there is, or the cpu."""
+    if stream is not None:
+        return str(stream.device)
+    return None if torch.accelerator.is_available() else "cpu"

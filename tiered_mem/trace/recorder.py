@@ -178,8 +178,10 @@ class Trace:
 
     # Events become times in the order in which they were recorded.
 
-    def poll(self) -> None:
-        """Looks which records have a time by now."""
+    def poll(self, *, wait: bool = False) -> None:
+        """Looks which records have a time by now. wait: until all have, or DeviceFailed is raised."""
+        if wait:
+            self._wait_until_pending(0)
         while self._pending and self._pending[0].events[-1].query():
             self._time_first()
 

@@ -20,7 +20,7 @@ class Traced(Protocol):
 
 
 class StepMeter:
-    """Measures steps that are marked position by position. No call waits for the device.
+    """Measures steps that are marked position by position.
 
     While a step is measured, the engine has a trace, if it has none of its own.
     """
@@ -31,13 +31,10 @@ class StepMeter:
         self._now: _Times | None = None
         self._ended: deque[_Times] = deque()
 
-    @property
-    def measuring(self) -> bool:
-        """Whether a step is measured now."""
-        return self._now is not None
-
     def begin(self, step: int) -> None:
-        """The step is to be measured."""
+        """The step is to be measured from its next position on, if it is not measured already."""
+        if self._now is not None:
+            return
         own = self._engine.trace is None
         trace = self._engine.trace or Trace(self._device, limit=1, pending=_MOST_PENDING, aligned=False)
         self._engine.trace = trace
@@ -58,10 +55,13 @@ class StepMeter:
             if times.own:
                 self._engine.trace = None
 
-    def measured(self) -> StepMeasured | None:
-        """The oldest step that has been measured and not been told."""
+    def measured(self, *, wait: bool = False) -> StepMeasured | None:
+        """The oldest step that has been measured and not been told.
+
+        wait: until the device is through with it. Raises DeviceFailed then.
+        """
         if self._ended:
-            self._ended[0].trace.poll()
+            self._ended[0].trace.poll(wait=wait)
             if self._ended[0].complete:
                 return self._ended.popleft().told()
         return None

@@ -14,6 +14,7 @@ from tiered_mem.policies import (
     Action,
     Dropped,
     Event,
+    ExactMemory,
     LayerBegin,
     Memory,
     Offload,
@@ -121,6 +122,7 @@ class Machine:
     """Runs steps under a policy. Memory is counted when work is issued; time passes on three queues.
 
     capacity: bytes of the device; an early reload beyond it is refused. host: bytes of the host tier.
+    fragments: bytes that torch's pool has beyond the highest peak so far.
     noise: each time of compute and of copies is off by up to this share.
     """
 
@@ -131,6 +133,7 @@ class Machine:
         *,
         capacity: int | None = None,
         host: int | None = None,
+        fragments: int = 0,
         noise: float = 0.0,
         seed: int = 0,
     ) -> None:
@@ -139,6 +142,8 @@ class Machine:
         self.blocks: dict[int, _Block] = {}
         self._capacity = capacity
         self._host = host
+        self._fragments = fragments
+        self._highest = 0
         self._noise = noise
         self._rng = random.Random(seed)
         self._steps = itertools.count()
@@ -147,6 +152,7 @@ class Machine:
         self.level = 0  # bytes on the device
         self.on_host = 0
         self._peak = 0
+        self._exact = False
         self._begin()
 
     @property
@@ -161,9 +167,7 @@ class Machine:
         number = next(self._steps)
         self._begin()
         self._peak = self.level
-        measured = StepMeasured in self.asks
         self.request(StepBegin(number))
-        self._positions.clear()
         keys = range(self._keys, self._keys + len(step.blocks))
         graphs = self._graphs
         for place, each in enumerate(step.code):
@@ -190,7 +194,7 @@ class Machine:
         self.request(StepEnd(number))
         self.outcome.seconds = self._now
         self.outcome.copied = self._queues.moved[OUT], self._queues.moved[BACK]
-        if measured:
+        if self._positions:
             rates = [m / b if b else 0.0 for m, b in zip(self._queues.moved, self._queues.busy, strict=True)]
             self.act(self.policy.decide(StepMeasured(number, self._positions, self.outcome.stalls, *rates)))
         return self.outcome
@@ -225,12 +229,13 @@ class Machine:
 
     def tell(self, event: Event) -> None:
         """Tells the policy, and does what it answers."""
+        if self._positions or StepMeasured in self.asks:
+            self._positions.append(0.0)
         self._tell_memory()
-        self._positions.append(0.0)
         answer = list(self.policy.decide(event))
         self.outcome.log.append((event, answer))
         self.act(answer)
-        self._peak = self.level
+        self._answered()
 
     def _begin(self) -> None:
         self.outcome = Outcome(peak=self.level)
@@ -247,11 +252,16 @@ class Machine:
         if type(event) in self.asks:
             self._tell_memory()
             self.act(self.policy.decide(event))
-            self._peak = self.level
+            self._answered()
 
     def _tell_memory(self) -> None:
-        if Memory in self.asks:
-            self.policy.decide(Memory(self.level, max(self._peak, self.level)))
+        if Memory in self.asks or ExactMemory in self.asks:
+            kind = ExactMemory if self._exact else Memory
+            self.policy.decide(kind(self.level, max(self._peak, self.level), self._highest + self._fragments))
+
+    def _answered(self) -> None:
+        self._peak = self.level
+        self._exact = ExactMemory in self.asks
 
     def act(self, answer: Sequence[Action]) -> None:
         """Does what a policy answers."""
@@ -324,6 +334,7 @@ class Machine:
         """Memory that is no block comes; goes, with a negative number."""
         self.level += nbytes
         self._peak = max(self._peak, self.level)
+        self._highest = max(self._highest, self.level)
         self.outcome.peak = max(self.outcome.peak, self.level)
 
     def _factor(self) -> float:
