@@ -53,7 +53,7 @@ class Contest:
         if observing.profile is None or observing.recording is None:
             raise RuntimeError("the plain step was not measured")
         self.profile, self.recording = observing.profile, observing.recording
-        self.layers = observing.recording.layers or 0
+        self.layers: int = next(name[2] for name in self.recording.names if name[0] == "begin")
         self.floor = floor(self.profile.moments)[0]
 
     def budget(self, share: float) -> int:

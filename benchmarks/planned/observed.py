@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from tiered_mem.policies.base import (
     Action,
     Event,
+    ExactMemory,
     Memory,
     OnRequest,
     Refused,
@@ -31,7 +32,7 @@ class ObservingPolicy:
     """
 
     gather_bytes = 1
-    asks: Collection[type[OnRequest]] = (Used, StepBegin, StepEnd, Memory, StepMeasured)
+    asks: Collection[type[OnRequest]] = (Used, StepBegin, StepEnd, ExactMemory, StepMeasured)
 
     def __init__(self) -> None:
         self.recording: Recording | None = None
