@@ -13,6 +13,7 @@ from tiered_mem import TieringManager
 from tiered_mem.automatic import PolicyChoice
 from tiered_mem.device import Device
 from tiered_mem.policies import LayerOrderPolicy, LRUPolicy
+from tiered_mem.policies.planning import BudgetTooSmall
 
 STEPS = 5
 LARGEST = 256 << 10  # block
@@ -117,17 +118,24 @@ def test_lengths_that_change_keep_the_budget(
         assert most.read() <= budget + LARGEST  # as it is told of a block when that is there
 
 
-def test_a_budget_that_no_plan_keeps_is_an_error_that_says_what_is_needed(
-    device: str, plain: tuple[list[float], int, int]
+def test_a_plain_optimizer_that_takes_too_much_is_an_error_that_says_so(
+    device: str, device_module: ModuleType
 ) -> None:
-    _, _, floor = plain
+    """AdamW has two states for each weight, and works on all of them at once; the batch is small."""
     model, x = make(device)
+    weights = sum(each.nbytes for each in model.parameters())
+    budget = device_module.memory_allocated() + 2 * weights
+    optimizer = torch.optim.AdamW(model.parameters())
     with (
-        TieringManager(policy="auto", device_budget=floor // 2, device=device, host_bytes="32MiB") as manager,
+        TieringManager(device_budget=budget, device=device, host_bytes="32MiB") as manager,
         manager.attach(model, min_bytes=4096),
-        pytest.raises(ValueError, match=r"budget of .* is below .*, the least that this step can be run in"),
     ):
-        train(model, x)
+        model(x[:64]).pow(2).mean().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"the optimizer step takes .* MiB: register the optimizer") as caught:
+            model(x[:64])
+    assert isinstance(caught.value, BudgetTooSmall)
+    assert caught.value.floor >= budget + weights
 
 
 def test_arguments(device: str, device_module: ModuleType) -> None:

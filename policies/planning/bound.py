@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from ...sizes import format_bytes
@@ -13,17 +14,24 @@ class BudgetTooSmall(ValueError):
     """No plan keeps the budget.
 
     budget, floor: bytes; the floor is the least budget that the step can be run in. position: where it is needed.
-    unmovable: the part of the floor that is no block; the rest is in use there.
+    unmovable: the part of the floor that is no block; the rest is in use there. where: the position and what is
+    there, in words. helps: what would help.
     """
 
-    def __init__(self, budget: int, floor: int, position: int, unmovable: int, where: str | None = None) -> None:
+    def __init__(
+        self,
+        budget: int,
+        floor: int,
+        position: int,
+        unmovable: int,
+        where: str | None = None,
+        helps: Sequence[str] = (),
+    ) -> None:
         self.budget, self.floor, self.position, self.unmovable = budget, floor, position, unmovable
         super().__init__(
             f"the budget of {format_bytes(budget)} is below {format_bytes(floor)}, the least that this step can "
-            f"be run in. That is needed at {where or f'position {position}'}, where {format_bytes(unmovable)} "
-            f"cannot move and {format_bytes(floor - unmovable)} of saved tensors are in use. "
-            f"Raise the budget by {format_bytes(floor - budget)}, or lower what is needed there by as much: "
-            f"smaller microbatches, optimizer states on the host (register_optimizer), or a checkpointed layer"
+            f"be run in. In {where or f'position {position}, {format_bytes(unmovable)} cannot move'}. What helps: "
+            f"{'; '.join((*helps, f'{format_bytes(floor - budget)} of budget more'))}"
         )
 
 

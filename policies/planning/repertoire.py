@@ -10,7 +10,8 @@ from math import ceil
 from .bound import BudgetTooSmall
 from .disk import plan_disk
 from .link import Link
-from .names import Name, spoken
+from .names import Name
+from .needs import explained
 from .plan import DiskPlan, Plan
 from .planner import plan
 from .profile import Profile
@@ -109,7 +110,7 @@ class Repertoire:
             try:
                 first = self._plan(profile)
             except BudgetTooSmall as error:
-                named = _named(error, known)
+                named = explained(error, profile, known.names)
                 if strict:
                     raise named from None
                 _log.warning("a step of %.2f times the recorded size may run out of memory: %s", ratio, named)
@@ -195,8 +196,3 @@ def _spread(ratios: Sequence[float]) -> float:
     """How far ratios are apart; less than one in a hundred does not count."""
     spread = max(ratios, default=1.0) / max(min(ratios, default=1.0), 1e-9) - 1
     return spread if spread >= 0.01 else 0.0
-
-
-def _named(error: BudgetTooSmall, known: Known) -> BudgetTooSmall:
-    where = spoken(known.names[error.position])
-    return BudgetTooSmall(error.budget, error.floor, error.position, error.unmovable, where)

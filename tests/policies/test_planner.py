@@ -188,7 +188,12 @@ def test_a_budget_below_the_floor_is_refused_with_figures() -> None:
         plan(step, 4 * gib, LINK)
     assert (caught.value.floor, caught.value.position, caught.value.unmovable) == (5 * gib, 1, 2 * gib)
     message = str(caught.value)
-    for part in ("the budget of 4.0 GiB is below 5.0 GiB", "position 1", "2.0 GiB cannot move", "by 1.0 GiB"):
+    for part in (
+        "the budget of 4.0 GiB is below 5.0 GiB",
+        "position 1",
+        "2.0 GiB cannot move",
+        "1.0 GiB of budget more",
+    ):
         assert part in message
     assert plan(step, 5 * gib, LINK).peak == 5 * gib
 

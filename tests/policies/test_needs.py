@@ -1,0 +1,59 @@
+"""A budget that is too small is an error that says what needs it, and what would help."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.policies.planned import gpt
+from tests.policies.simulated.machine import Machine, backwards
+from tests.policies.simulated.random_steps import LINK, MIB
+from tests.policies.simulated.steps import (
+    Compute,
+    Op,
+    Step,
+    build,
+)
+from tiered_mem.policies import (
+    PlannedPolicy,
+)
+from tiered_mem.policies.planning import BudgetTooSmall
+
+
+def too_small(step: Step, budget: int) -> BudgetTooSmall:
+    machine = Machine(PlannedPolicy(budget, LINK), LINK)
+    machine.allocate(300 * MIB)
+    with pytest.raises(BudgetTooSmall) as caught:
+        machine.run(step)
+    return caught.value
+
+
+def test_a_budget_below_the_floor_names_the_event_and_what_would_help() -> None:
+    step = gpt()
+    step.code.insert(backwards(step)[2] + 1, Compute(1e-3, 600 * MIB))
+    error = too_small(step, 500 * MIB)
+    assert error.floor == 916 * MIB
+    assert str(error) == (
+        "the budget of 500.0 MiB is below 916.0 MiB, the least that this step can be run in. In the backward of "
+        "layer 3 of graph 0, 300.0 MiB are from before the step, 16.0 MiB have come in it and cannot leave, "
+        "600.0 MiB come and go, and 0 B are saved and in use. What helps: smaller microbatches: 600.0 MiB are for "
+        "this alone; register the optimizer, so that its states are on the host (register_optimizer); 416.0 MiB of "
+        "budget more"
+    )
+
+
+def test_an_optimizer_that_takes_too_much_is_named() -> None:
+    step = gpt()
+    step.code.append(Compute(1e-3, 600 * MIB))
+    assert (
+        "the optimizer step takes 900.0 MiB: register the optimizer (register_optimizer); 400.0 MiB of budget"
+        in str(too_small(step, 500 * MIB))
+    )
+
+
+def test_layers_whose_saves_cannot_leave_are_to_be_checkpointed() -> None:
+    """Each of eight layers saves a hundred tensors of half a megabyte beside its block."""
+    layer = [Op((2e-3, 4e-3), [64 * MIB, *100 * [MIB // 2]], (64 * MIB, 64 * MIB))]
+    error = too_small(build([layer] * 8, [8 * MIB] * 8), 700 * MIB)
+    assert error.floor == 828 * MIB
+    assert "In the forward of layer 7 of graph 0" in str(error)
+    assert "What helps: checkpoint layers 4 to 6: 150.0 MiB less, or lower min_bytes; " in str(error)
