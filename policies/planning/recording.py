@@ -31,7 +31,7 @@ class Recording:
     uses: int = 0
     blocks: dict[Name, _Life] = field(default_factory=dict)
     _unmovable: list[int] = field(default_factory=list)
-    _standing: list[int] = field(default_factory=list)
+    standing: list[int] = field(default_factory=list)
     _running: int = 0
     _backward: int = 0
     _measured: bool = True
@@ -49,7 +49,7 @@ class Recording:
             self.course.append(name)
         self._measured &= others is not None
         self._unmovable.append(max(0, others or 0))
-        self._standing.append(max(0, others or 0))
+        self.standing.append(max(0, others or 0))
 
     def most(self, others: int) -> None:
         """At most so much was allocated beside the blocks since the last event."""
@@ -113,4 +113,4 @@ class Recording:
             used.append(last if life.used is None else min(life.used, last))
             dropped.append(last)
             backward.append(last if life.used is None else life.backward)
-        return Profile(list(seconds), self._unmovable, nbytes, saved, used, dropped, backward, self._standing)
+        return Profile(list(seconds), self._unmovable, nbytes, saved, used, dropped, backward, self.standing)
