@@ -36,7 +36,7 @@ GIB = 1 << 30
 
 def main() -> int:
     options = parse()
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = Console(width=None if sys.stdout.isatty() else 170)
     pairs = [(model, link) for model in options.models for link in options.links]
     with (
         Progress(
@@ -120,8 +120,9 @@ def table(found: list[dict[str, Any]]) -> Table:
         "auto first",
     ):
         result.add_column(column, justify="left" if column in ("model", "link") else "right", no_wrap=True)
-    result.add_column("LayerOrder", justify="right")
-    result.add_column("its best", no_wrap=True)
+    for column in ("LayerOrder", "Megatron", "SmartSwap", "its peak"):
+        result.add_column(column, justify="right", no_wrap=True)
+    result.add_column("best LayerOrder", no_wrap=True)
     for each in found:
         plain = each["plain"]["seconds"]
         for row in each["rows"]:
@@ -133,8 +134,12 @@ def table(found: list[dict[str, Any]]) -> Table:
             else:
                 cells += [f"{auto['seconds'] / plain:.3f}", f"{auto['seconds'] / row['bound'] - 1:.1%}"]
                 cells += [f"{auto['peak'] / row['budget']:.1%}", f"{auto['first'] / plain:.2f}"]
-            cells += ["none", ""] if best is None else [f"{best['seconds'] / plain:.3f}", best["setting"]]
-            result.add_row(*cells)
+            cells += [
+                "none" if rule is None else f"{rule['seconds'] / plain:.3f}" for rule in (best, row["megatron"])
+            ]
+            swap = row["smart_swap"]
+            cells += [f"{swap['seconds'] / plain:.3f}", f"{swap['peak'] / row['budget']:.0%}"]
+            result.add_row(*cells, "" if best is None else best["setting"])
         result.add_section()
     return result
 

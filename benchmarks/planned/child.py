@@ -9,12 +9,16 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ascend_emulator
 
 from .links import LINKS
+
+if TYPE_CHECKING:
+    from .contest import Measured
 
 _HOST = "1TiB"
 
@@ -38,28 +42,34 @@ def main() -> int:
     from .trainings import TRAININGS
 
     contest = Contest(TRAININGS[model], Link(there.out, there.back))
-    orders = []
+    orders, megatrons, swaps = [], [], []
     for made in contest.layer_orders():
         orders.append(made)
-        say(done=made.setting)
+        say(done=f"LayerOrderPolicy, {made.setting}")
+    for made in contest.megatrons():
+        megatrons.append(made)
+        say(done=f"Megatron, {made.setting}")
+    budgets = [contest.budget(float(share)) for share in shares]
+    for budget in budgets:
+        swaps.append(contest.smart_swap(budget))
+        say(done="SmartSwap")
     rows: list[dict[str, Any]] = []
-    for share in map(float, shares):
-        budget = contest.budget(share)
-        within = [made for made in orders if made.peak <= budget]
-        best = min(within, key=lambda made: made.seconds, default=None)
+    for share, budget, swap in zip(shares, budgets, swaps, strict=True):
         try:
             auto, error = asdict(contest.auto(budget)), None
         except ValueError as refused:  # no plan keeps the budget
             auto, error = None, str(refused)
-        say(done=f"auto, {share:.0%}")
+        say(done=f"auto, {float(share):.0%}")
         rows.append(
             {
-                "share": share,
+                "share": float(share),
                 "budget": budget,
                 "bound": contest.bound(budget),
                 "auto": auto,
                 "error": error,
-                "layer_order": None if best is None else asdict(best),
+                "layer_order": best(orders, budget),
+                "megatron": best(megatrons, budget),
+                "smart_swap": asdict(swap),
             }
         )
     say(
@@ -72,6 +82,13 @@ def main() -> int:
         rows=rows,
     )
     return 0
+
+
+def best(found: Sequence[Measured], budget: int) -> dict[str, Any] | None:
+    """The fastest of those within the budget."""
+    within = (each for each in found if each.peak <= budget)
+    fastest = min(within, key=lambda each: each.seconds, default=None)
+    return None if fastest is None else asdict(fastest)
 
 
 def say(**what: object) -> None:

@@ -14,8 +14,11 @@ from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy, Policy
 from tiered_mem.policies.planning.bound import floor, least_seconds
 from tiered_mem.policies.planning.link import Link
+from tiered_mem.policies.planning.table import Table
 
-from .observed import ObservingPolicy
+from .megatron import MegatronPolicy
+from .observed import ObservingPolicy, PlayingPolicy
+from .smart_swap import SmartSwap
 from .trainings import Training
 
 _HOST_BYTES = "500GiB"
@@ -71,6 +74,16 @@ class Contest:
             for in_flight in range(min(k, _MOST_IN_FLIGHT) + 1):
                 policy = LayerOrderPolicy(k, in_flight=in_flight)
                 yield self.with_policy(policy, f"k={k}, in flight {in_flight}")
+
+    def megatrons(self) -> Iterator[Measured]:
+        """All fractions of the layers but the last."""
+        for groups in range(1, self.layers):
+            yield self.with_policy(MegatronPolicy(groups), f"{groups} of {self.layers}")
+
+    def smart_swap(self, budget: int) -> Measured:
+        names, blocks = self.recording.names, list(self.recording.blocks)
+        table = Table(self.profile, SmartSwap(self.profile, names, budget).plan(), None, names, blocks)
+        return self.with_policy(PlayingPolicy(table), "")
 
     def with_policy(self, policy: Policy, setting: str) -> Measured:
         """In a training that goes on, so that the optimizer's states are there. Not after `auto`."""
