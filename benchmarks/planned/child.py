@@ -32,6 +32,8 @@ def main() -> int:
         host_bytes=_HOST,
         clock=there.chip,
         dry=True,
+        schedule="eager",
+        races=False,
         h2d_bytes_per_s=int(there.back),
         d2h_bytes_per_s=int(there.out),
     )
