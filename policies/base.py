@@ -144,7 +144,7 @@ class StepEnd:
 class Memory:
     """What is allocated on the device, by whomever, in bytes: now, and at most since the last answer was done.
 
-    reserved: what torch's pool has of the device, with what lies unused in it; 0 where that is not known.
+    reserved: with what torch's pool cannot give back, because it lies between tensors; 0 where that is not known.
 
     Told right before each other event but StepMeasured, HostPressure and Refused. Of that event's blocks, those
     that are saved are allocated already, and those that are dropped are freed. What came and went in between counts

@@ -12,7 +12,11 @@ from .base import (
     Event,
     ExactMemory,
     Fetch,
+    ForwardBegin,
+    ForwardEnd,
     HostPressure,
+    LayerBegin,
+    LayerEnd,
     Memory,
     Offload,
     OnRequest,
@@ -45,6 +49,7 @@ _DRIFT = 0.02
 # Plans are made for so much less after each step that went above the budget, as a share of it.
 _MARGIN = 0.01
 _FETCHED_AHEAD = 8
+_POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, Refused})
 _TIMED = _PLAYED | {StepMeasured}
 _RECORDED = _TIMED - {Memory} | {ExactMemory}
@@ -60,9 +65,9 @@ class PlannedPolicy:
     costs time and keeps the budget.
 
     budget: bytes of the device for everything, an int or a string such as "60GiB".
-    fragments: of these, what lies unused in torch's pool. When a step has been recorded it is what the pool had
-        beyond that step's peak, but at least half of `fragments`, and at most twice as much, because torch gives
-        free memory back before it runs out. None: the budget is for what is allocated.
+    fragments: of these, what lies unused in torch's pool between tensors. When a step has been recorded it is what
+        that step had at its fullest, but at least half of `fragments`, and at most a quarter of the budget. Where
+        there is more of it in a step, blocks leave earlier. None: the budget is for what is allocated.
     link: the rates of copies.
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
@@ -86,8 +91,7 @@ class PlannedPolicy:
             raise ValueError(f"slowdown is a share of a step's time and at least 0, not {slowdown}")
         self._given = parse_bytes(budget)
         self._fragments = fragments
-        self._highest = 0  # peak of the recorded steps
-        self._budget = self._given - (fragments or 0)
+        self._budget = self._limit = self._given - (fragments or 0)
         if self._budget < 1:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         host = None if host_bytes is None else parse_bytes(host_bytes)
@@ -111,14 +115,15 @@ class PlannedPolicy:
         """Suits every model."""
 
     def decide(self, event: Event) -> Sequence[Action]:
+        if type(event) in _POSITIONS:  # nearly all of them
+            return self._position(event)
         match event:
-            case Memory(_, peak, reserved):
+            case Memory():
                 self._memory = event
+                if self._fragments is not None and event.reserved:
+                    self._limit = min(self._budget, self._given - (event.reserved - event.device))
                 if self._step is not None:
-                    self._step.exact = type(event) is ExactMemory
-                    self._step.recording.most(peak - self._residence.own)
-                    self._step.peak = max(self._step.peak, peak)
-                    self._step.reserved = max(self._step.reserved, reserved)
+                    self._step.hear(event, self._residence.own)
             case StepBegin(step):
                 self._begin(step)
             case StepEnd():
@@ -133,8 +138,6 @@ class PlannedPolicy:
                     self._step.returning.appendleft(action.key)
             case HostPressure(nbytes):
                 return self._spill(nbytes)
-            case _:
-                return self._position(event)
         return ()
 
     def _begin(self, number: int) -> None:
@@ -152,10 +155,10 @@ class PlannedPolicy:
         self._ended[step.number] = step
         if step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
-        if step.exact and step.reserved and self._fragments is not None:
-            self._highest = max(self._highest, step.peak)
-            unused = step.reserved - self._highest
-            self._leave_out(max(self._fragments // 2, min(unused, 2 * self._fragments)))
+        if self._fragments is not None and step.reserved:
+            found = max(self._fragments // 2, min(step.reserved - step.allocated, self._given // 4))
+            if step.exact or found > self._given - self._budget + self._given * _MARGIN:
+                self._leave_out(found)
         self.asks = _TIMED if self._untimed >= _PATIENCE - 1 else _PLAYED
         if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
@@ -167,7 +170,7 @@ class PlannedPolicy:
 
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
-        self._budget = max(1, self._given - fragments)
+        self._budget = self._limit = max(1, self._given - fragments)
         self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._overruns)))
 
     def _overrun(self, peak: int) -> None:
@@ -185,7 +188,7 @@ class PlannedPolicy:
         """An event of a step, or one between steps."""
         memory, self._memory = self._memory, None
         step, residence = self._step, self._residence
-        again: list[int] = []
+        again: Sequence[int] = ()
         if isinstance(event, Saved):
             again = residence.save(event.blocks)
         elif isinstance(event, Dropped):
@@ -204,12 +207,16 @@ class PlannedPolicy:
         if step is None or step.table is None or name is None:
             actions += residence.follow(self._learning(others).decide(event))
             return actions if others is None else actions + self._guard(others, step)
-        advice = [*map(Offload, again), *step.table.actions(name, step.names)]
-        actions += residence.follow([each for each in advice if type(each) is not Reload])
-        step.returning += [each.key for each in advice if type(each) is Reload]
+        advice = step.table.actions(name, step.names)
+        if advice or again:
+            advice = [*map(Offload, again), *advice]
+            actions += residence.follow([each for each in advice if type(each) is not Reload])
+            step.returning += [each.key for each in advice if type(each) is Reload]
         if others is not None:
             actions += self._guard(step.table.beside(name, others), step)
-        return actions + self._bring_back(step, step.table, name, others or 0)
+        if step.returning:
+            actions += self._bring_back(step, step.table, name, others or 0)
+        return actions
 
     def _bring_back(self, step: StepUnderWay, table: Table, event: Name, others: int) -> list[Action]:
         """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
@@ -220,7 +227,7 @@ class PlannedPolicy:
             block = names.block(key)
             if residence.place(key) in (Place.HOST, Place.DISK):
                 own = residence.own + residence.nbytes(key)
-                if table.needed(event, block, own, others) > self._budget:
+                if table.needed(event, block, own, others) > self._limit:
                     break
             step.returning.popleft()
             coming = table.following(block, _FETCHED_AHEAD) if residence.any_at(Place.DISK) else ()
@@ -245,7 +252,7 @@ class PlannedPolicy:
 
     def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
         """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
-        over = self._residence.own + beside - self._budget
+        over = self._residence.own + beside - self._limit
         return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
 
     def _spill(self, nbytes: int) -> list[Action]:

@@ -142,16 +142,16 @@ class Device:
         return int(free) + int(self._module.memory_reserved(self._number)), int(total)
 
     def memory(self) -> tuple[int, int, int]:
-        """The bytes of device memory that tensors have, the most since the last reset, and what torch's pool has.
-
-        0 on the cpu.
+        """The bytes of device memory that tensors have, and the most since the last reset; and what they have now
+        with what lies between them, so that torch's pool cannot give it back. 0 on the cpu.
         """
         if self._module is None:
             return 0, 0, 0
         # max_memory_allocated() takes half a millisecond and leaves work for the garbage collector.
         stats = self._module.memory_stats_as_nested_dict(self._number)
-        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        return int(allocated["current"]), int(allocated["peak"]), int(reserved["current"])
+        allocated, between = stats["allocated_bytes"]["all"], stats["inactive_split_bytes"]["all"]
+        now = int(allocated["current"])
+        return now, int(allocated["peak"]), now + int(between["current"])
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from ..base import Dropped, Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, Saved, Used
@@ -18,35 +17,34 @@ class StepNames:
 
     def __init__(self) -> None:
         self._graphs: dict[int, int] = {}
-        self._seen: Counter[Name] = Counter()
+        self._seen: dict[Name, int] = {}
         self._blocks: dict[int, Name] = {}
         self._keys: dict[Name, int] = {}
 
     def event(self, event: Event) -> Name:
         """The name of an event. Blocks that it saves are named with it."""
         name: Name
-        match event:
-            case Saved(graph, layer, blocks):
-                place = self._graph(graph), layer
-                for key, _ in blocks:
-                    if key not in self._blocks:
-                        self._blocks[key] = block = (*place, self._count(("block", *place)))
-                        self._keys[block] = key
-                name = "saved", *place
-            case Used(_, _, key):
-                name = "used", self._blocks.get(key)
-            case Dropped(keys):
-                name = "dropped", self._blocks.get(keys[0]) if keys else None
-            case LayerBegin(graph, layer, backward):
-                name = "backward" if backward else "forward", self._graph(graph), layer
-            case LayerEnd(graph, layer):
-                name = "end", self._graph(graph), layer
-            case ForwardBegin(graph, num_layers):
-                name = "begin", self._graph(graph), num_layers
-            case ForwardEnd(graph):
-                name = "over", self._graph(graph)
-            case _:
-                name = (type(event).__name__,)
+        if isinstance(event, Used):
+            name = "used", self._blocks.get(event.key)
+        elif isinstance(event, Dropped):
+            name = "dropped", self._blocks.get(event.keys[0]) if event.keys else None
+        elif isinstance(event, Saved):
+            graph, layer = self._graph(event.graph), event.layer
+            for key, _ in event.blocks:
+                if key not in self._blocks:
+                    self._blocks[key] = block = graph, layer, self._count(("block", graph, layer))
+                    self._keys[block] = key
+            name = "saved", graph, layer
+        elif isinstance(event, LayerBegin):
+            name = "backward" if event.backward else "forward", self._graph(event.graph), event.layer
+        elif isinstance(event, LayerEnd):
+            name = "end", self._graph(event.graph), event.layer
+        elif isinstance(event, ForwardBegin):
+            name = "begin", self._graph(event.graph), event.num_layers
+        elif isinstance(event, ForwardEnd):
+            name = "over", self._graph(event.graph)
+        else:
+            name = (type(event).__name__,)
         return *name, self._count(name)
 
     def block(self, key: int) -> Name | None:
@@ -60,8 +58,9 @@ class StepNames:
         return self._graphs.setdefault(graph, len(self._graphs))
 
     def _count(self, name: Name) -> int:
-        self._seen[name] += 1
-        return self._seen[name] - 1
+        seen = self._seen.get(name, 0)
+        self._seen[name] = seen + 1
+        return seen
 
 
 def spoken(name: Name) -> str:

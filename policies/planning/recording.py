@@ -23,15 +23,16 @@ class Recording:
     """One step, as its events come.
 
     names: of the positions so far. course: of these, all but the uses and drops of blocks, whose order may change.
-    uses: how many uses there were. blocks: their lives, in the order of their saves.
+    uses: how many uses there were. blocks: their lives, in the order of their saves. standing: the bytes beside them at
+    each position.
     """
 
     names: list[Name] = field(default_factory=list)
     course: list[Name] = field(default_factory=list)
     uses: int = 0
     blocks: dict[Name, _Life] = field(default_factory=dict)
-    _unmovable: list[int] = field(default_factory=list)
     standing: list[int] = field(default_factory=list)
+    _unmovable: list[int] = field(default_factory=list)
     _running: int = 0
     _backward: int = 0
     _measured: bool = True
@@ -47,14 +48,18 @@ class Recording:
             self.uses += 1
         elif name[0] != "dropped":
             self.course.append(name)
-        self._measured &= others is not None
-        self._unmovable.append(max(0, others or 0))
-        self.standing.append(max(0, others or 0))
+        if others is None:
+            self._measured = False
+            others = 0
+        elif others < 0:
+            others = 0
+        self._unmovable.append(others)
+        self.standing.append(others)
 
     def most(self, others: int) -> None:
         """At most so much was allocated beside the blocks since the last event."""
-        if self._unmovable:
-            self._unmovable[-1] = max(self._unmovable[-1], others)
+        if self._unmovable and others > self._unmovable[-1]:
+            self._unmovable[-1] = others
 
     def take_over(self, count: int, names: Sequence[Name], like: Profile) -> list[float]:
         """The seconds of the first positions, and at least its memory, from a step that has these names."""

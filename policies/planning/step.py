@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..base import Dropped, Event, ForwardBegin, ForwardEnd, LayerBegin, Saved, Used
+from ..base import Dropped, Event, ExactMemory, ForwardBegin, ForwardEnd, LayerBegin, Memory, Saved, Used
 from .names import Name, StepNames
 from .recording import Recording
 from .repertoire import Known, Variant
@@ -20,8 +20,9 @@ class StepUnderWay:
     undecided: the last event may show what it is: the first, the first block, the eighth, and one that its kind
     does not have.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
-    has used since its last layer began. peak, reserved: the most bytes of all that was allocated at a time, and
-    that torch's pool had. exact: whether memory is told with all that comes and goes.
+    has used since its last layer began.
+    peak: the most bytes of all that was allocated at a time. allocated, reserved: the most that was at an event,
+    and with what lay between tensors. exact: whether memory is told with all that comes and goes.
     """
 
     number: int
@@ -34,6 +35,7 @@ class StepUnderWay:
     sizes: list[int] = field(default_factory=list)
     in_use: set[int] = field(default_factory=set)
     peak: int = 0
+    allocated: int = 0
     reserved: int = 0
     exact: bool = False
     undecided: bool = False
@@ -53,37 +55,49 @@ class StepUnderWay:
             or (len(known.course), known.uses) != (len(recording.course), recording.uses)
         )
 
+    def hear(self, memory: Memory, own: int) -> None:
+        """What was allocated until now. own: the bytes of the step's blocks."""
+        self.exact = type(memory) is ExactMemory
+        self.recording.most(memory.peak - own)
+        if memory.peak > self.peak:
+            self.peak = memory.peak
+        if memory.device > self.allocated:
+            self.allocated = memory.device
+        if memory.reserved > self.reserved:
+            self.reserved = memory.reserved
+
     def take(self, event: Event, others: int | None) -> Name:
         """Records an event, and names it. others: bytes of the device beside the step's blocks."""
         recording, names = self.recording, self.names
         name = names.event(event)
         recording.position(name, others)
-        self.undecided = len(recording.names) == 1
-        if self.known is not None and not self._parted:
-            here = len(recording.course)
-            self.undecided = self._parted = self.known.course[here - 1 : here] != recording.course[-1:]
-        match event:
-            case ForwardBegin():
-                recording.forward(begins=True)
-            case ForwardEnd():
-                recording.forward(begins=False)
-            case LayerBegin(backward=backward):
-                self.in_use.clear()
-                if backward:
-                    recording.backward(name[1], name[2])
-            case Saved(_, _, blocks):
-                for key, nbytes in blocks:
-                    block = names.block(key)
-                    if block is not None and block not in recording.blocks:
-                        recording.save(block, nbytes)
-                        self.sizes.append(nbytes)
-                        self.undecided |= len(self.sizes) in (1, 8)
-            case Used(_, _, key):
-                self.in_use.add(key)
+        if isinstance(event, Used):
+            self.undecided = False
+            self.in_use.add(event.key)
+            if name[1] is not None:
+                recording.use(name[1])
+            return name
+        if isinstance(event, Dropped):
+            self.undecided = False
+            for key in event.keys:
                 if (block := names.block(key)) is not None:
-                    recording.use(block)
-            case Dropped(keys):
-                for key in keys:
-                    if (block := names.block(key)) is not None:
-                        recording.drop(block)
+                    recording.drop(block)
+            return name
+        here = len(recording.course)
+        self.undecided = here == 1
+        if self.known is not None and not self._parted:
+            self.undecided = self._parted = self.known.course[here - 1 : here] != [name]
+        if isinstance(event, Saved):
+            for key, nbytes in event.blocks:
+                block = names.block(key)
+                if block is not None and block not in recording.blocks:
+                    recording.save(block, nbytes)
+                    self.sizes.append(nbytes)
+                    self.undecided |= len(self.sizes) in (1, 8)
+        elif isinstance(event, LayerBegin):
+            self.in_use.clear()
+            if event.backward:
+                recording.backward(name[1], name[2])
+        elif isinstance(event, (ForwardBegin, ForwardEnd)):
+            recording.forward(begins=isinstance(event, ForwardBegin))
         return name

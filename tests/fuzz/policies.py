@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import torch
+
 from tiered_mem.policies import (
     Action,
     Dropped,
     Event,
     Fetch,
     LayerOrderPolicy,
+    Link,
     LRUPolicy,
     ManualPolicy,
     Offload,
+    PlannedPolicy,
     Policy,
     Release,
     Reload,
@@ -21,6 +25,7 @@ from tiered_mem.policies import (
     Spill,
     SynchronizationDictPolicy,
 )
+from tiered_mem.policies.planning import BudgetTooSmall
 
 ACTIONS: tuple[Callable[[int], Action], ...] = (Offload, Release, Reload, Spill, Fetch)
 
@@ -60,9 +65,28 @@ class HostilePolicy:
         return kind(self._rng.choice(pool) if pool else 0)
 
 
+class AnyBudgetPolicy(PlannedPolicy):
+    """A PlannedPolicy with so many bytes beside what is allocated now. That they are too few is no error."""
+
+    def __init__(self, nbytes: int, slowdown: float | None) -> None:
+        found = torch.accelerator.current_accelerator()
+        allocated = 0 if found is None else torch.get_device_module(found).memory_allocated()
+        super().__init__(allocated + nbytes, Link(10e9, 10e9), slowdown=slowdown)
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        try:
+            return super().decide(event)
+        except BudgetTooSmall:
+            return ()
+
+
 def draw_policy(rng: random.Random, num_layers: int) -> tuple[str, Callable[[], Policy]]:
     """A policy that suits so many layers: what it is, and what makes one like it."""
     seed = rng.randrange(1 << 30)
+    if seed % 4 == 0:
+        nbytes = 1 << rng.randint(12, 21)
+        slowdown = rng.choice((None, None, 0.5))
+        return f"AnyBudgetPolicy({nbytes}, {slowdown})", lambda: AnyBudgetPolicy(nbytes, slowdown)
     match rng.choices(("layer order", "lru", "dictionary", "manual", "hostile"), (4, 4, 2, 1, 5))[0]:
         case "layer order":
             count = rng.choice((None, rng.randint(0, num_layers)))

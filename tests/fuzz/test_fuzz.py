@@ -44,6 +44,7 @@ def test_a_number_is_a_case() -> None:
     drawn = [draw_case(number, KIND) for number in range(300)]
     assert {case.scenario for case in drawn} == SCENARIOS.keys()
     assert {case.managers[0].policy.split("(")[0] for case in drawn} >= {
+        "AnyBudgetPolicy",
         "LRUPolicy",
         "HostilePolicy",
         "ManualPolicy",

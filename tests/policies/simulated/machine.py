@@ -122,7 +122,7 @@ class Machine:
     """Runs steps under a policy. Memory is counted when work is issued; time passes on three queues.
 
     capacity: bytes of the device; an early reload beyond it is refused. host: bytes of the host tier.
-    fragments: bytes that torch's pool has beyond the highest peak so far.
+    fragments: bytes that lie between others.
     noise: each time of compute and of copies is off by up to this share.
     """
 
@@ -143,7 +143,6 @@ class Machine:
         self._capacity = capacity
         self._host = host
         self._fragments = fragments
-        self._highest = 0
         self._noise = noise
         self._rng = random.Random(seed)
         self._steps = itertools.count()
@@ -257,7 +256,7 @@ class Machine:
     def _tell_memory(self) -> None:
         if Memory in self.asks or ExactMemory in self.asks:
             kind = ExactMemory if self._exact else Memory
-            self.policy.decide(kind(self.level, max(self._peak, self.level), self._highest + self._fragments))
+            self.policy.decide(kind(self.level, max(self._peak, self.level), self.level + self._fragments))
 
     def _answered(self) -> None:
         self._peak = self.level
@@ -334,7 +333,6 @@ class Machine:
         """Memory that is no block comes; goes, with a negative number."""
         self.level += nbytes
         self._peak = max(self._peak, self.level)
-        self._highest = max(self._highest, self.level)
         self.outcome.peak = max(self.outcome.peak, self.level)
 
     def _factor(self) -> float:
