@@ -23,8 +23,8 @@ class Recording:
     """One step, as its events come.
 
     names: of the positions so far. course: of these, all but the uses and drops of blocks, whose order may change.
-    uses: how many uses there were. blocks: their lives, in the order of their saves. standing: the bytes beside them at
-    each position.
+    uses: how many uses there were. blocks: their lives, in the order of their saves. standing: the bytes beside
+    them at each position.
     """
 
     names: list[Name] = field(default_factory=list)
