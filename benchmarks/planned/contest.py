@@ -52,7 +52,7 @@ class Contest:
         self._used.step(0)  # which makes the optimizer's states
         self.plain = _steps(self._used)
         observing = ObservingPolicy()
-        self.with_policy(observing, "")
+        _of(self._used, observing, beginning=1)
         if observing.profile is None or observing.recording is None:
             raise RuntimeError("the plain step was not measured")
         self.profile, self.recording = observing.profile, observing.recording
@@ -89,7 +89,7 @@ class Contest:
         """In a training that goes on, so that the optimizer's states are there. Not after `auto`."""
         if self._used is None:
             raise RuntimeError("the training is over")
-        return _of(self._used, policy, setting=setting, beginning=1)
+        return _of(self._used, policy, setting=setting, beginning=0)
 
     def auto(self, budget: int) -> Measured:
         """In a training that begins."""
