@@ -9,17 +9,18 @@ RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 # What runs without a device is the same in each schedule; and the libraries' models take long to import.
 DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
                   test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
-                  test_recorded_allocations.py emulator/test_library_models.py)
+                  test_recorded_allocations.py) --ignore=emulator/tests/test_library_models.py
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
 # has it. And what starts processes of its own says in which schedule.
-ONCE := $(addprefix --ignore=tests/emulator/test_,kernels.py gradients.py fused_operators.py training_set.py \
+ONCE := $(addprefix --ignore=emulator/tests/test_,kernels.py gradients.py fused_operators.py training_set.py \
           link.py profilers.py clock.py clock_files.py clock_kernels.py modelled_drives.py published.py \
-          dry.py dry_reads.py dry_routing.py hccl.py hccl_clock.py hccl_jobs.py hccl_mistakes.py) \
+          dry_reads.py dry_routing.py hccl.py hccl_clock.py hccl_jobs.py hccl_mistakes.py) \
+        --ignore=tests/emulated \
         $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
           distributed_checkpoints.py failures.py trials.py)
 # And the run with the task queue leaves to the others what takes them long.
-DETECTED := $(addprefix --ignore=tests/emulator/test_,training_set.py library_models.py gradients.py) \
+DETECTED := $(addprefix --ignore=emulator/tests/test_,training_set.py library_models.py gradients.py) \
             $(addprefix --ignore=tests/te/test_,layers.py marks.py manual.py) \
             $(addprefix --ignore=tests/optimizer/test_,equality.py strange_optimizers.py checkpoints.py \
               checkpoint_failures.py state_reads.py distributed_checkpoints.py residence.py \
@@ -43,6 +44,12 @@ test-schedules: setup ## what make test leaves out: other schedules, the task qu
 	$(PYTEST) $(DETECTED)
 	$(RACES)=late $(PYTEST) $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
 	$(RACES)=random $(PYTEST) $(DEVICE_TESTS) $(ONCE)
+
+# Each framework asks for others of its own: without them what is there stays as it is.
+test-integrations: setup ## the frameworks of docs/frameworks.md, in an environment of its own: five minutes
+	@$(RUN) -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/frameworks \
+	  --requirement requirements/frameworks.txt
+	PYTHONPATH=$(VENV)/frameworks $(PYTEST) tests/integrations
 
 mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
 	$(RUN) -m tests.mutants
@@ -99,4 +106,4 @@ clean: ## deletes .venv and the compiled emulator
 	$(MAKE) -C emulator clean
 	rm -rf $(VENV)
 
-.PHONY: help setup emulator compiler demo test test-schedules mutants lint bench silicon clean
+.PHONY: help setup emulator compiler demo test test-schedules test-integrations mutants lint bench silicon clean

@@ -2,7 +2,7 @@
 
     python -m ascend_emulator emulator/coverage.py [--write]
 
-It trains what tests/emulator/training_set.py and library_models.py name. Without --write the table is printed.
+It trains what emulator/tests/training_set.py and library_models.py name. Without --write the table is printed.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.emulator import library_models
-from tests.emulator.training_set import TRAINING_SET
+from emulator.tests import library_models
+from emulator.tests.training_set import TRAINING_SET
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- coverage.py -->\n", "<!-- end of coverage.py -->\n"
@@ -28,6 +28,16 @@ BEGIN, END = "<!-- coverage.py -->\n", "<!-- end of coverage.py -->\n"
 ROWS: dict[str, Callable[[str], Any]] = TRAINING_SET | {
     f"{name} of {kind.library}": partial(library_models.train, name, dropout=0.1)
     for name, kind in library_models.LIBRARY_MODELS.items()
+}
+
+# Of these rows a dry run does not tell all to the byte and the nanosecond, but only the peak of memory, or all that
+# happens to memory. Operators on the CPU have bytes to bring there, which a dry run has not. Mixed precision has
+# such operators too, and autocast frees its casts in another order in each run. Mixtral's experts have equal parts.
+DRY: dict[str, str] = {
+    "Mixed precision": "peak",
+    "Optimizers": "peak",
+    "ViT, with dropout and checkpointing": "memory",
+    "Mixtral of transformers": "memory",
 }
 
 
@@ -97,12 +107,15 @@ def operators_of(run: Callable[[str], Any]) -> tuple[set[str], set[str]]:
 
 def table() -> str:
     """In Markdown. A row names only what no row above it does."""
-    lines = ["| what trains | natively, asynchronously | on the CPU, the caller waits |", "|---|---|---|"]
+    lines = [
+        "| what trains | natively, asynchronously | on the CPU, the caller waits | dry, exactly |",
+        "|---|---|---|---|",
+    ]
     named: set[str] = set()
     for title, run in ROWS.items():
         native, on_cpu = operators_of(run)
         cells = (", ".join(sorted(names - named)) or "none" for names in (native, on_cpu))
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+        lines.append(f"| {title} | {' | '.join(cells)} | {DRY.get(title, 'all')} |")
         named |= native | on_cpu
     return "\n".join(lines) + "\n"
 

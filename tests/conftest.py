@@ -12,21 +12,14 @@ from typing import Protocol
 
 import pytest
 
+from emulator.tests import emulated_device
+from emulator.tests.emulated_device import Link, careless, link, pytest_runtest_setup
+
 KIND = os.environ.get("TIERED_MEM_TEST_DEVICE", "npu")
-EMULATED = False
-if KIND == "npu":
-    import ascend_emulator
-    from ascend_emulator.hardware import real_cann
-
-    EMULATED = real_cann() is None
-# Whoever runs the tests may choose another schedule of the emulator, and its race detector.
-SCHEDULE = os.environ.get("ASCEND_EMULATOR_SCHEDULE", "eager") if EMULATED else "hardware"
-RACES = EMULATED and os.environ.get("ASCEND_EMULATOR_RACES") == "1"
-
-if EMULATED:
-    ascend_emulator.start(hbm_bytes="4GiB")
-elif KIND != "npu":
+if KIND != "npu":
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+EMULATED = KIND == "npu" and emulated_device.start()
+RACES = EMULATED and emulated_device.RACES
 
 # The emulated device must be there before torch is.
 import torch  # noqa: E402
@@ -37,6 +30,8 @@ from tests.service import Service  # noqa: E402
 from tests.spilling import Spilling, Training  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
 from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
+
+__all__ = ["Link", "careless", "link", "pytest_runtest_setup"]
 
 # What tests may need that a machine with a GPU need not have.
 SPARE = ("ascend_emulator", "hypothesis", "rich", "safetensors", "torch_npu", "xxhash")
@@ -129,13 +124,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for marker in item.iter_markers("schedules"):
-            if SCHEDULE not in (*marker.args, "hardware"):
-                item.add_marker(pytest.mark.skip(reason=f"not in the {SCHEDULE} schedule: {marker.kwargs['why']}"))
-
-
 @pytest.fixture
 def device() -> str:
     """The kind of device under test."""
@@ -148,34 +136,6 @@ def device_module() -> object:
     if KIND == "cpu":
         pytest.skip("the cpu counts no device memory")
     return getattr(torch, KIND)
-
-
-class Link(Protocol):
-    """Sets the bandwidth of the emulated host link, in both directions or in one: link("100MB/s", h2d="1GB/s")."""
-
-    def __call__(self, rate: str = "0", *, h2d: str | None = None, d2h: str | None = None) -> None: ...
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    """A link whose speed the test can set. Afterwards it has no limit, as before."""
-    if not EMULATED:
-        pytest.skip("only the emulated device has a link whose speed can be set")
-
-    def set_rate(rate: str = "0", *, h2d: str | None = None, d2h: str | None = None) -> None:
-        ascend_emulator.configure(h2d_bytes_per_s=h2d or rate, d2h_bytes_per_s=d2h or rate)
-
-    yield set_rate
-    getattr(torch, KIND).synchronize()
-    set_rate()
-
-
-@pytest.fixture
-def careless() -> Iterator[None]:
-    """The test does on purpose what the race detector is there for."""
-    yield
-    if RACES:
-        ascend_emulator.clear_races()
 
 
 @pytest.fixture

@@ -87,7 +87,10 @@ SUBJECTS = (
     Subject(PLANNING, found_by("planner", "planned_policy", folder="policies/"), calls=(), values=PLANS),
 )
 INTERRUPTS = ("tests/test_interrupt_sweep.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
-COPIED = ("tiered_mem", "allocators", "policies", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
+COPIED = (
+    *("tiered_mem", "allocators", "policies", "tests", "emulator/tests", "examples", "benchmarks"),
+    *("pyproject.toml", "README.md"),
+)
 LIST = Path(__file__).with_suffix(".txt")
 # pytest's exit codes. An interrupt that comes out of a test may end pytest itself.
 PASSED = 0

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import pytest
 from ascend_emulator import Span
 
+from emulator.tests.launch import EMULATOR, run, write_script
 from tests.conftest import EMULATED
-from tests.emulator.launch import EMULATOR, run, write_script
 
 pytestmark = pytest.mark.skipif(not EMULATED, reason="the emulated device alone has a timeline, and an old stack")
 

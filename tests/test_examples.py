@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from emulator.tests.launch import HANGS_S
+from emulator.tests.launch import run as run_plainly
 from tests.conftest import EMULATED, RACES
-from tests.emulator.launch import HANGS_S
-from tests.emulator.launch import run as run_plainly
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "3", "--width", "96", "--context", "128", "--batch", "8"]
@@ -63,6 +63,13 @@ def test_the_spilling_example(tmp_path: Path) -> None:
     assert "bit-equal losses and final weights: yes" in printed
     assert "spill files left: 0" in printed
     assert re.search(r"kept, host tier full +0 blocks", printed)
+
+
+@pytest.mark.skipif(RACES, reason="tests/integrations have the detector look at the same, in less time")
+def test_the_trainer_example() -> None:
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    printed = run("examples/trainer_llama.py", "--steps", "2", "--layers", "3", "--length", "128")
+    assert "bit-equal losses and final weights: yes" in printed
 
 
 @pytest.mark.skipif(RACES, reason="test_module_phases.py has the detector look at the same, in less time")

@@ -7,8 +7,8 @@ from textwrap import dedent
 
 import pytest
 
+from emulator.tests.launch import EMULATOR, run, write_script
 from tests.conftest import EMULATED
-from tests.emulator.launch import EMULATOR, run, write_script
 from tests.models import is_empty, is_right_step
 from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, SlabPool

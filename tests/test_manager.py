@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from emulator.tests.launch import HANGS_S
 from tests.conftest import EMULATED, Link, MakeManager
-from tests.emulator.launch import HANGS_S
 from tests.models import same, stack, take_gradients
 from tiered_mem import DeviceUnavailable, PolicyError, TieringManager
 from tiered_mem.policies import Action, Event, LayerOrderPolicy, Offload, Release, Reload, Saved

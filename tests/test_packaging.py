@@ -23,6 +23,7 @@ PACKAGES = (
     "tiered_mem.allocators",
     "tiered_mem.cli",
     "tiered_mem.cpu_offload",
+    "tiered_mem.integrations",
     "tiered_mem.optimizer",
     "tiered_mem.phases",
     "tiered_mem.policies",

@@ -11,8 +11,8 @@ from textwrap import dedent
 
 import pytest
 
+from emulator.tests.launch import EMULATOR, run, write_script
 from tests.conftest import EMULATED
-from tests.emulator.launch import EMULATOR, run, write_script
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import silicon
 from benchmarks.silicon import ROOT, Part
-from tests.emulator.launch import run
+from emulator.tests.launch import run
 from tests.models import eventually
 
 LACKING = """
@@ -62,7 +62,7 @@ def environment(folder: Path) -> dict[str, str]:
 @pytest.mark.slow(why="a process imports torch")
 def test_the_tests_run_without_the_emulator_and_what_else_a_machine_may_lack(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(LACKING)
-    tests = ("tests/test_sizes.py", "tests/test_repeated_blocks.py", "tests/test_spilling.py", "tests/emulator")
+    tests = ("tests/test_sizes.py", "tests/test_repeated_blocks.py", "tests/test_spilling.py", "emulator/tests")
     wanted = ("-k", "test_sizes or test_repeated_blocks")
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *wanted)
     done = run(*command, cwd=ROOT, pythonpath=tmp_path, TIERED_MEM_TEST_DEVICE="cpu")

@@ -28,7 +28,10 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from . import optim
     from .activations.offload_context import OffloadContext
+    from .block_context import async_save_on_cpu
+    from .default_manager import configure, default_manager
     from .manager import TieringManager
 
 __version__ = "0.1.0"
@@ -50,21 +53,31 @@ __all__ = [
     "TierFull",
     "TieredMemError",
     "TieringManager",
+    "async_save_on_cpu",
+    "configure",
+    "default_manager",
+    "optim",
 ]
 
-_WITH_TORCH = {"OffloadContext": ".activations.offload_context", "TieringManager": ".manager"}
-_PACKAGES = ("allocators", "policies")
+_WITH_TORCH = {
+    "OffloadContext": ".activations.offload_context",
+    "TieringManager": ".manager",
+    "async_save_on_cpu": ".block_context",
+    "configure": ".default_manager",
+    "default_manager": ".default_manager",
+}
+_MODULES = ("allocators", "optim", "policies")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted({*globals(), *__all__, *_MODULES})
 
 
 # A type checker that saw this would take any name for one of the package's.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name in _PACKAGES:
+        if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
         if name not in _WITH_TORCH:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,7 +45,7 @@ def main() -> None:
             timeline=options.timeline,
             clock=options.clock,
             server=options.server,
-            host_cpu_factor=options.host_cpu,
+            host_operators=options.host_operators,
             dry=options.dry,
             dry_value=options.dry_value,
             dry_routing=options.dry_routing,
@@ -128,7 +128,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--server", metavar="SERVER", help="whose host link that chip is behind, a name or FILE.toml"
     )
     parser.add_argument(
-        "--host-cpu", default=0, metavar="FACTOR", help="count the program's CPU time, times this (default: 0)"
+        "--host-operators", action="store_true", help="count what each operator of torch costs the modelled host"
     )
     parser.add_argument(
         "--dry", action="store_true", default=None, help="compute nothing: only count memory, and model time"

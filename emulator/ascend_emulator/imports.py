@@ -46,6 +46,8 @@ class _TorchNpuLoader(Loader):
 
         options = Options.inherited(os.environ)
         install(DryRun(options.dry_value, options.dry_routing == "uniform") if options.dry else None)
+        if options.host_operators:
+            ctypes.CDLL(str(WATCH)).ascend_emulator_watch_operators()
         if runtime().ascend_emulator_watches_races():
             self._watch(module)
 

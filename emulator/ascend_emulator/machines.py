@@ -139,6 +139,7 @@ _CHIP: Mapping[str, _Figure] = {
     "host.event_us": _COST,
     "host.query_us": _POSITIVE,  # or whoever polls would poll for ever
     "host.wait_us": _COST,
+    "host.operator_us": _COST,
 }
 # A server whose drives nobody knows has none of these.
 _DRIVES: Mapping[str, _Figure] = {

@@ -1,7 +1,7 @@
 """The operators that are left to torch_npu's own kernels, because libopapi serves what those call.
 
 An operator that is not named here goes to the CPU fallback. Give a new kernel's operators a line here and a
-case in tests/emulator/test_gradients.py or test_kernels.py.
+case in emulator/tests/test_gradients.py or test_kernels.py.
 """
 
 

@@ -18,7 +18,7 @@ FROM_OUTSIDE = ("schedule", "seed", "races", "timeline", "clock", "server", "dry
 
 @dataclass(frozen=True)
 class Options:
-    """The options of start() in their final form. A limit or rate of 0 is none, and so is a factor of 0.
+    """The options of start() in their final form. A limit or rate of 0 is none.
 
     Raises EmulatorError where they do not go together, and for what is wrong in a chip or server file.
     """
@@ -37,7 +37,7 @@ class Options:
     timeline: Path | None = None
     clock: str | None = None
     server: str | None = None
-    host_cpu_factor: float = 0
+    host_operators: bool = False
     dry: bool = False
     dry_value: float = 0
     dry_routing: str = "refused"
@@ -49,10 +49,10 @@ class Options:
             raise EmulatorError(
                 "a server is there for modelled time, so it needs a clock: --clock CHIP (clock=...)"
             )
-        if self.clock is None and self.host_cpu_factor:
-            raise EmulatorError("a host CPU factor needs a clock: --clock CHIP (clock=...)")
+        if self.clock is None and self.host_operators:
+            raise EmulatorError("what operators cost the host needs a clock: --clock CHIP (clock=...)")
         self._check_dry()
-        model = f"{figures(self.clock, self.server)};host_cpu_factor={self.host_cpu_factor}" if self.clock else ""
+        model = figures(self.clock, self.server) if self.clock else ""
         object.__setattr__(self, "model", model)
 
     def _check_dry(self) -> None:
@@ -150,16 +150,14 @@ def _parse_faults(value: Any) -> tuple[Fault, ...]:
     return faults
 
 
-def _number(what: str, low: float = -math.inf) -> Callable[[Any], float]:
-    bound = "" if low == -math.inf else f" of at least {low}"
-
+def _number(what: str) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
         try:
             number = float(value)
         except (TypeError, ValueError):
             number = math.nan
-        if not (math.isfinite(number) and number >= low):
-            raise EmulatorError(f"{what} must be a number{bound}, not {value!r}")
+        if not math.isfinite(number):
+            raise EmulatorError(f"{what} must be a number, not {value!r}")
         return number
 
     return parse
@@ -187,7 +185,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "timeline": _parse_timeline,
     "clock": parse_chip,
     "server": parse_server,
-    "host_cpu_factor": _number("the host CPU factor", 0),
+    "host_operators": _switch("host_operators"),
     "dry": _switch("dry"),
     "dry_value": _number("the dry value"),
     "dry_routing": _choice("dry routing", "refused", "uniform"),

@@ -37,7 +37,7 @@ def start(
     timeline: str | Path | None = None,
     clock: str | Path | None = None,
     server: str | Path | None = None,
-    host_cpu_factor: float = 0,
+    host_operators: bool = False,
     dry: bool | None = None,
     dry_value: float | None = None,
     dry_routing: Literal["refused", "uniform"] | None = None,
@@ -62,8 +62,8 @@ def start(
         "a100", "h100", "h200", or a chip file, FILE.toml. None keeps this machine's time.
     server: whose host link the chip is behind, by name or as FILE.toml; None means the chip's usual one. The two
         rates above override its own.
-    host_cpu_factor: how many modelled seconds a second of this machine's CPU counts for where the program computes
-        between calls for longer than the modelled host needs for a call; 0 counts none of it.
+    host_operators: whether each operator of torch costs the modelled host what the chip's file says, also one that
+        launches nothing; else only calls of the runtime cost it something.
     dry: compute nothing and move no bytes: operations take their modelled time, and memory is only counted.
     dry_value: in a dry run, what item() and copies to the host's own memory give; 0 unless given.
     dry_routing: in a dry run, whether a mixture of experts that asks the device where its tokens go is refused, or

@@ -1,11 +1,5 @@
-"""Steps of small kernels, which take as long as the host needs to launch them: --host-cpu measures that.
+"""Steps of small kernels, which take as long as the host needs for the operators that launch them."""
 
-So they are as long as this machine's CPU makes them, times a factor for the published machine's host. A busy
-machine's CPU is slower by turns, so each step is measured beside a piece of work that is always the same.
-"""
-
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -15,45 +9,17 @@ from torch_npu import npu  # type: ignore[import-untyped]
 from published.lora import LORA_SHAPES, LoraModel
 from published.rows import Row
 
-_SAMPLES = 20
-_LEAST_SECONDS = 0.05  # of a sample
-# What the piece of work takes on a quiet machine. The factor for the host makes up for any other value.
-_PIECE_SECONDS = 5e-3
-
 
 def host_bound_seconds(row: Row) -> float:
-    """The median step, as long as it would be if the piece of work took what it should."""
+    """Of a row's second step."""
     with torch.device("npu"):
         step = _STEPS_OF[row.kind](row)
-    _timed(step, 1)
-    steps = max(1, round(_LEAST_SECONDS / _timed(step, 1)))
-    return _PIECE_SECONDS * statistics.median(_step_over_piece(step, steps) for _ in range(_SAMPLES))
-
-
-def _step_over_piece(step: Callable[[], None], steps: int) -> float:
-    before = _piece()
-    seconds = _timed(step, steps)
-    return 2 * seconds / (before + _piece())
-
-
-def _timed(step: Callable[[], None], steps: int) -> float:
-    """Modelled seconds of one of some steps."""
+    step()
     npu.synchronize()
     begin = now()
-    for _ in range(steps):
-        step()
-        npu.synchronize()
-    return (now() - begin) / steps
-
-
-def _piece() -> float:
-    """CPU seconds of launching small operators on the CPU, forward and backward."""
-    begin = time.thread_time()
-    x = torch.ones(8, requires_grad=True)
-    for _ in range(100):
-        y = x.view(2, 4).transpose(0, 1).mul(2).sum()
-        torch.autograd.grad(y, x)
-    return time.thread_time() - begin
+    step()
+    npu.synchronize()
+    return now() - begin
 
 
 def _lora(row: Row) -> Callable[[], None]:

@@ -46,8 +46,8 @@ class LoraModel(nn.Module):
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         size = int(shape.hidden // shape.heads * shape.rotated)
-        self.register_buffer("cos", torch.ones(sequence, size))
-        self.register_buffer("sin", torch.ones(sequence, size))
+        # No buffers: Lit-GPT makes them anew for its longest text, after it has converted the model, in float32.
+        self.cos, self.sin = torch.ones(2, sequence, size)
         for name, parameter in self.named_parameters():
             parameter.requires_grad = "lora" in name
 
@@ -106,8 +106,8 @@ class Attention(nn.Module):
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         first, second = rotated.chunk(2, -1)
-        rotated = rotated * cos + torch.cat((-second, first), -1) * sin
-        return torch.cat((rotated, rest), -1)
+        turned = (rotated * cos + torch.cat((-second, first), -1) * sin).type_as(x)
+        return torch.cat((turned, rest), -1)
 
 
 class UpdatedProjection(nn.Module):
@@ -149,5 +149,4 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (self.weight * (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5))).to(x.dtype)
+        return self.weight * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5))

@@ -61,7 +61,7 @@ def _chip_file(chip: str, attention: float) -> str:
 def _run(chip_file: str, rows: Sequence[Row]) -> Iterator[Result]:
     launcher = [sys.executable, "-m", "ascend_emulator", "--clock", chip_file, "--dry", "--hbm", _DEVICE_MEMORY]
     if rows[0].host_bound:
-        launcher += ["--host-cpu", "1", "--no-poison"]
+        launcher.append("--host-operators")
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             [*launcher, "-m", "published.step", rows[0].chip, *(row.name for row in rows)],

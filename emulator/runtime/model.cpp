@@ -48,6 +48,7 @@ Model::Model(const std::string& figures)
       event_(microseconds("host.event_us")),
       query_(microseconds("host.query_us")),
       wait_(microseconds("host.wait_us")),
+      operator_(microseconds("host.operator_us")),
       h2d_(number("link.h2d_bytes_per_s") * kPerSecond),
       d2h_(number("link.d2h_bytes_per_s") * kPerSecond),
       ring_(number("cards.ring_bytes_per_s") * kPerSecond),
@@ -59,7 +60,6 @@ Model::Model(const std::string& figures)
       drive_latency_(std::llround(number_or_0("drives.latency_us") * 1000)),
       drive_read_(number_or_0("drives.read_bytes_per_s") * kPerSecond),
       drive_write_(number_or_0("drives.write_bytes_per_s") * kPerSecond),
-      host_cpu_factor_(number("host_cpu_factor")),
       matmul_shares_(shares("matrix.matmul_shares")),
       attention_shares_(shares("matrix.attention_shares")) {}
 

@@ -39,8 +39,8 @@ class Model {
   Nanoseconds event() const { return event_; }
   Nanoseconds query() const { return query_; }
   Nanoseconds wait() const { return wait_; }
-  // How many seconds of the modelled host a second of this machine's CPU is; 0: computing costs nothing.
-  double host_cpu_factor() const { return host_cpu_factor_; }
+  // What it spends on an operator of torch that launches nothing: a view, or one that calls others.
+  Nanoseconds torch_operator() const { return operator_; }
 
  private:
   using Shares = std::vector<std::pair<double, double>>;  // the first numbers rise
@@ -60,14 +60,13 @@ class Model {
   const double bfloat16_, float16_, float32_;  // FLOPs per ns of the matrix unit, at its peak
   const double convolution_share_;
   const double step_factor_;
-  const Nanoseconds latency_, issue_, event_, query_, wait_;
+  const Nanoseconds latency_, issue_, event_, query_, wait_, operator_;
   const double h2d_, d2h_;  // bytes per ns
   const double ring_, pair_;  // bytes per ns
   const Nanoseconds ring_start_;
   const double h2d_beside_d2h_, d2h_beside_h2d_, pageable_share_;
   const Nanoseconds drive_latency_;
   const double drive_read_, drive_write_;  // bytes per ns; 0 where no drive is known
-  const double host_cpu_factor_;
   const Shares matmul_shares_;     // by the least dimension
   const Shares attention_shares_;  // by the size of a head
 };

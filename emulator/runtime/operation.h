@@ -51,6 +51,9 @@ __attribute__((visibility("default"))) aclError submit(aclrtStream stream, Opera
 // Whether an operation's work is asked for.
 __attribute__((visibility("default"))) bool models_time();
 
+// torch calls an operator, which costs the modelled host something.
+__attribute__((visibility("default"))) void torch_operator_begins();
+
 // Whether kernels are to compute; not in a dry run.
 __attribute__((visibility("default"))) bool computes();
 

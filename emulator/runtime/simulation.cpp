@@ -3,37 +3,18 @@
 #include "mark.h"
 #include "settings.h"
 
-#include <time.h>
-
 #include <algorithm>
-#include <cmath>
 
 namespace emulator {
-namespace {
 
-Nanoseconds cpu_time_of_thread() {
-  timespec time{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
-}
-
-}  // namespace
-
-// A call of the host: it costs what the model says, or what the host has computed since its last call if that counts
-// and is more. Holds the lock.
+// A call of the host: it costs what the model says, and so do torch's operators since the last call. That of a launch
+// has one operator in it. Holds the lock.
 class Simulation::Call {
  public:
-  Call(Simulation& simulation, Nanoseconds cost)
-      : lock_(simulation.mutex_), factor_(simulation.model_.host_cpu_factor()) {
-    if (factor_ > 0 && left_at() >= 0) {
-      cost = std::max<Nanoseconds>(cost, std::llround(factor_ * (cpu_time_of_thread() - left_at())));
-    }
-    simulation.host_ += cost;
+  Call(Simulation& simulation, Nanoseconds cost, bool launches = false) : lock_(simulation.mutex_) {
+    const int64_t operators = std::exchange(simulation.operators_, 0) - (launches ? 1 : 0);
+    simulation.host_ += cost + std::max<int64_t>(0, operators) * simulation.model_.torch_operator();
     simulation.course_.go_on(simulation.host_);
-  }
-
-  ~Call() {
-    if (factor_ > 0) left_at() = cpu_time_of_thread();
   }
 
   Call(const Call&) = delete;
@@ -52,13 +33,7 @@ class Simulation::Call {
   }
 
  private:
-  static Nanoseconds& left_at() {
-    thread_local Nanoseconds time = -1;  // no call yet
-    return time;
-  }
-
   std::unique_lock<std::mutex> lock_;
-  const double factor_;
 };
 
 bool Simulation::on() {
@@ -80,7 +55,7 @@ std::shared_ptr<Simulation::Lane> Simulation::open(int device, int stream) {
 void Simulation::issue(const std::shared_ptr<Lane>& lane, const Operation& operation) {
   const bool calls = operation.body != nullptr;
   const bool works = calls && operation.work.unit != Unit::none;
-  Call call(*this, !operation.own_call ? 0 : calls ? model_.issue() : model_.event());
+  Call call(*this, !operation.own_call ? 0 : calls ? model_.issue() : model_.event(), calls);
   issue_at_host_time(lane, {.name = operation.name,
                             .nbytes = bytes_written(operation),
                             .work = works ? std::optional(operation.work) : std::nullopt,
@@ -101,6 +76,11 @@ void Simulation::issue_at_host_time(const std::shared_ptr<Lane>& lane, Course::T
   task.issued = host_;
   course_.add(lane, std::make_shared<const Course::Task>(std::move(task)));
   course_.go_on(host_);
+}
+
+void Simulation::begin_operator() {
+  std::lock_guard lock(mutex_);
+  ++operators_;
 }
 
 void Simulation::go_on() {
@@ -192,6 +172,8 @@ Nanoseconds Simulation::at_last_call() {
   std::lock_guard lock(mutex_);
   return host_;
 }
+
+void torch_operator_begins() { Simulation::get().begin_operator(); }
 
 bool models_time() { return Simulation::on(); }
 

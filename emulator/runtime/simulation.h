@@ -36,6 +36,9 @@ class Simulation {
   // When it began and ended, once it has ended.
   std::pair<Nanoseconds, Nanoseconds> times_of(const Lane& lane);
 
+  // torch calls an operator, of whatever kind. Its cost is part of the host's next call.
+  void begin_operator();
+
   // What other ranks have told may allow to foresee more.
   void go_on();
 
@@ -67,6 +70,7 @@ class Simulation {
   const Model model_;
   std::mutex mutex_;
   Nanoseconds host_ = 0;
+  int64_t operators_ = 0;  // since the last call
   uint64_t issued_ = 0;
   Course course_{model_};
 };

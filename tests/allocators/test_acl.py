@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from emulator.tests.acl import PINNED, Acl
 from tests.contracts import check_host_memory, ends_hold, write_ends
-from tests.emulator.acl import PINNED, Acl
 from tiered_mem.allocators import AclError, AclPinnedMemory, OutOfHostMemory, Region, SlabPool
 
 RUNTIME = "libascendcl.so"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from emulator.tests.launch import run
 from tests.allocators.cudart import ALREADY_REGISTERED, NOT_REGISTERED, Cudart
 from tests.allocators.mappings import is_mapped
 from tests.contracts import check_host_memory, ends_hold, write_ends
-from tests.emulator.launch import run
 from tiered_mem.allocators import (
     CudaError,
     CudaPinnedMemory,

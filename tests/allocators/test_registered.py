@@ -14,11 +14,11 @@ import pytest
 import torch
 from ascend_emulator.hardware import real_cann
 
+from emulator.tests.acl import PAGEABLE, PINNED, Acl
 from tests.allocators.mappings import is_mapped, locked_bytes, needs_locked, resident_pages
 from tests.allocators.native import library
 from tests.allocators.unprivileged import MAY_LOCK, output_of
 from tests.contracts import check_host_memory, ends_hold, write_ends
-from tests.emulator.acl import PAGEABLE, PINNED, Acl
 from tiered_mem.allocators import (
     AclError,
     AclRegistrar,

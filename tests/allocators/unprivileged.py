@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-from tests.emulator.launch import run
+from emulator.tests.launch import run
 
 MAY_LOCK = 64 << 10
 _GIVE_UP = f"""

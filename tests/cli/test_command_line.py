@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import tiered_mem
+from emulator.tests.launch import run
 from tests.cli.conftest import Command
-from tests.emulator.launch import run
 from tests.spill.folders import leave_dead
 from tests.spill.without_torch import ROOT
 from tiered_mem.cli import main

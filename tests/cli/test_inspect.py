@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from emulator.tests.launch import run
 from tests.cli.conftest import Command
 from tests.cli.owners import SAMPLE, change, either, owner, put
-from tests.emulator.launch import run
 from tests.spill.folders import HOME, leave_dead, needs_root, nothing_new
 from tests.spill.light import NOBODY, common_dir
 from tests.spill.records import sample

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiered_mem
-from tests.emulator.launch import run
+from emulator.tests.launch import run
 from tests.spill.folders import leave_dead
 from tests.spill.without_torch import ROOT
 from tiered_mem import errors

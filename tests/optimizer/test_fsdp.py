@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from emulator.tests.launch import plain_environment
 from tests.conftest import RACES
-from tests.emulator.launch import plain_environment
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 ROOT = WORKER.parents[2]

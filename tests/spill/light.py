@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from textwrap import dedent
 
-from tests.emulator.launch import run
+from emulator.tests.launch import run
 from tests.spill.without_torch import ROOT
 
 NOBODY = 65534

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.emulator.launch import run
+from emulator.tests.launch import run
 from tests.spill.without_torch import ROOT
 
 TIMES = 20

@@ -32,6 +32,7 @@ class Contexts:
         self._device = device
         self._disk = disk
         self._counters = counters
+        self._of_blocks: dict[tuple[object, int, int | str], LayerContext] = {}
 
     def of_layers(
         self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str
@@ -59,6 +60,13 @@ class Contexts:
         self._policy.check(num_layers)
         movable = self.movable(min_bytes=min_bytes)
         return LayerContext(LayerSequence(self._activations, movable, num_layers, variable_depth=variable_depth))
+
+    def of_blocks(self, group: object, depth: int, *, min_bytes: int | str) -> LayerContext:
+        """For a loop over blocks that say their numbers: the same one each time."""
+        loop = group, depth, min_bytes
+        if loop not in self._of_blocks:
+            self._of_blocks[loop] = self.of_loop(depth, min_bytes=min_bytes, variable_depth=True)
+        return self._of_blocks[loop]
 
     def movable(
         self,

@@ -30,6 +30,19 @@ class LayerContext(contextlib.ContextDecorator):
         self._entered = False
         self._hooks: saved_tensors_hooks | None = None
         self._last: tuple[ForwardPass, int] | None = None
+        self._block = -1
+
+    @property
+    def forward(self) -> ForwardPass | None:
+        """The forward of the layer that was entered last. None where gradients were off."""
+        return None if self._last is None else self._last[0]
+
+    def block(self, number: int) -> None:
+        """The layer to be entered next has this number. One that is not above the last one begins a new forward."""
+        if torch.is_grad_enabled():
+            if number <= self._block:
+                self.restart()
+            self._block = number
 
     @uninterrupted
     def __enter__(self) -> LayerContext:

@@ -230,6 +230,18 @@ class States:
             raise self.buckets.broken()
 
     @_alone
+    def give_back(self) -> None:
+        """All states are on the device, in the optimizer's `state`, for good.
+
+        Raises what `present` does, before anything is changed.
+        """
+        self.check()
+        self._not_inside("be given back")
+        self._adopt_unknown()
+        self.buckets.bring()
+        self.close()
+
+    @_alone
     def close(self) -> None:
         """Frees all memory. The states are gone."""
         self._closed = True

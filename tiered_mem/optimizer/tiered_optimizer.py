@@ -44,6 +44,16 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.give_back_hooks()
             raise
 
+    @uninterrupted
+    def give_back(self) -> torch.optim.Optimizer:
+        """Ends tiering: the wrapped optimizer, with all of its states on the device. This is of no use any more.
+
+        Raises torch.OutOfMemoryError before anything is changed, InterruptedStep and Closed.
+        """
+        self._states.give_back()
+        self.give_back_hooks()
+        return self._wrapped
+
     def give_back_hooks(self) -> None:
         """The wrapped optimizer has its hooks again, as before this was made."""
         for name, hooks in self._hooks.items():
@@ -62,6 +72,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     def wrapped(self) -> torch.optim.Optimizer:
         """The optimizer that does the work. Its states are here."""
         return self._wrapped
+
+    @property
+    def manager(self) -> object:
+        """The manager that has the states."""
+        return self._manager
 
     @property
     def states(self) -> States:

@@ -1,0 +1,26 @@
+"""Starts jobs of several ranks, and reads what each of them has found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emulator.tests.launch import run_ranks
+
+HBM = ("--hbm", "2GiB")
+job = pytest.mark.slow(why="each rank imports torch")
+
+
+def said(folder: Path, ranks: int, options: tuple[str, ...], *arguments: str, **environment: str) -> list[Any]:
+    """What each rank has printed as JSON, in their order. Two may have got into one line."""
+    done = run_ranks(ranks, (*HBM, *options), *arguments, cwd=folder, **environment)
+    found, text = [], done.stdout
+    while text := text[text.find("{") :] if "{" in text else "":
+        line, end = json.JSONDecoder().raw_decode(text)
+        found.append(line)
+        text = text[end:]
+    assert len(found) == ranks, done.stderr[-3000:]
+    return sorted(found, key=lambda line: line["rank"])

@@ -1,0 +1,73 @@
+"""Runs scripts in processes of their own, on the emulated NPU or plainly."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+# What scripts import emulator.tests from.
+ROOT = Path(__file__).parents[2]
+EMULATOR = ("-m", "ascend_emulator")
+HANGS_S = 500  # less than pytest's own timeout, so that what the process has said is told
+
+
+def run(
+    *arguments: str, cwd: Path, pythonpath: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """python ARGUMENTS..., without what this process has in its environment of Ascend and the emulator.
+
+    pythonpath: a folder to search before all others.
+    """
+    if os.environ.get("ASCEND_EMULATOR_SCHEDULE", "eager") != "eager":
+        pytest.skip("starts a process with options of its own, which is the same in the eager schedule")
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder not in ("", child())]
+    if pythonpath is not None:
+        folders.insert(0, str(pythonpath))
+    if folders:
+        environment = {"PYTHONPATH": ":".join(folders)} | environment
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=plain_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+        check=False,
+    )
+
+
+def run_ranks(
+    ranks: int, options: tuple[str, ...], *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """torch.distributed.run ARGUMENTS... on as many emulated devices."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    emulator = (*EMULATOR, "--devices", str(ranks), *options)
+    quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return run(*emulator, *launcher, *arguments, cwd=cwd, pythonpath=ROOT, **quiet | environment)
+
+
+def child() -> str:
+    """The folder that makes a child process one of this process's device; "" without the emulator."""
+    if importlib.util.find_spec("ascend_emulator") is None:
+        return ""
+    from ascend_emulator.children import CHILD
+
+    return str(CHILD)
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    """This process's environment without what there is of Ascend, the emulator, torch and Python's path."""
+    strange = ("ASCEND_", "TORCH_", "TASK_QUEUE_", "LD_LIBRARY_PATH", "PYTHONPATH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(strange)} | more
+
+
+def write_script(folder: Path, text: str) -> str:
+    """Puts the text in a script there and returns the script's name."""
+    (folder / "script.py").write_text(dedent(text))
+    return "script.py"

@@ -1,0 +1,116 @@
+"""Lightning with the callback: bit-equal, alone, with accumulation and with clipping, and what is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="make test-integrations installs it")
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from tests.models import Stack
+from tiered_mem.integrations.lightning import NPUAccelerator, TieringCallback
+from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
+from tiered_mem.policies import LayerOrderPolicy
+
+pytestmark = [
+    pytest.mark.slow(why="trainings of a framework that takes seconds to import"),
+    pytest.mark.filterwarnings("ignore"),  # Lightning's, on what this small data lacks
+]
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+class Module(pl.LightningModule):
+    """A small stack of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Stack(4, 16)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(folder: Path, device: str, *callbacks: pl.Callback, **arguments: Any) -> tuple[Outcome, pl.Trainer]:
+    """The losses and the weights after six steps, the same each time; and the trainer."""
+    torch.manual_seed(0)
+    module = Module()
+    data = torch.utils.data.DataLoader(torch.randn(24, 32, 16).unbind(), batch_size=4)
+    trainer = pl.Trainer(
+        accelerator=NPUAccelerator() if device.startswith("npu") else "auto",
+        strategy=SingleDeviceStrategy(device=torch.device(device, 0)),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+        callbacks=list(callbacks),
+        **arguments,
+    )
+    trainer.fit(module, data)
+    return (module.losses, {name: value.cpu() for name, value in module.state_dict().items()}), trainer
+
+
+def callback(**more: Any) -> TieringCallback:
+    return TieringCallback(policy=LayerOrderPolicy(), host_bytes="64MiB", min_bytes=1, **more)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}],
+    ids=["plain", "accumulation", "clipping"],
+)
+@pytest.mark.parametrize("optimizer", [None, "host"])
+def test_losses_and_weights_are_those_of_the_plain_fit(
+    tmp_path: Path, device: str, arguments: dict[str, Any], optimizer: Any
+) -> None:
+    seen: list[tuple[bool, int]] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *rest: Any) -> None:
+            manager = tiering._manager
+            assert manager is not None
+            moved = int(manager.stats()["offloaded.blocks.total"])
+            seen.append((isinstance(trainer.strategy.optimizers[0], TieredOptimizer), moved))
+
+    (losses, weights), _ = fit(tmp_path, device, **arguments)
+    tiering = callback(optimizer=optimizer)
+    (others, tiered), trainer = fit(tmp_path, device, tiering, Look(), **arguments)
+    assert losses == others
+    assert all(torch.equal(value, tiered[name]) for name, value in weights.items())
+    assert [each for each, _ in seen] == [optimizer is not None] * 6
+    assert 0 < seen[0][1] < seen[-1][1]
+    assert type(trainer.optimizers[0]) is torch.optim.AdamW
+    assert trainer.optimizers[0].state
+
+
+def test_an_error_leaves_the_optimizer_as_it_was(tmp_path: Path, device: str) -> None:
+    trainers: list[pl.Trainer] = []
+
+    class Fail(pl.Callback):
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, index: int
+        ) -> None:
+            trainers.append(trainer)
+            if index == 2:
+                raise RuntimeError("a power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        fit(tmp_path, device, callback(optimizer="host"), Fail())
+    optimizer = trainers[0].optimizers[0]
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(state["exp_avg"].numel() for state in optimizer.state.values())
+    assert optimizer.state

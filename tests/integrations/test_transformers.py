@@ -1,0 +1,230 @@
+"""Hugging Face's Trainer with the callback, and with `enable`: bit-equal, in less memory, and what goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which make test-integrations installs")
+
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from tiered_mem.integrations.transformers import TieringCallback, enable
+from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
+from tiered_mem.policies import LayerOrderPolicy
+
+pytestmark = [
+    pytest.mark.slow(why="trainings of a framework that takes seconds to import"),
+    # accelerate and transformers, in this torch.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+STEPS = 4
+OPTIONS: dict[str, Any] = {"host_bytes": "256MiB", "min_bytes": 1}
+
+
+class Batches(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sixteen rows of 32 tokens, the same each time."""
+
+    def __init__(self) -> None:
+        self._rows = torch.randint(0, 64, (16, 32), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._rows[index], "labels": self._rows[index]}
+
+
+def trainer(folder: Path, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
+    """One of a Llama of four layers, the same each time."""
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    arguments = {"optim": "adamw_torch", "max_steps": STEPS, "save_strategy": "no", **arguments}
+    return Trainer(
+        model=LlamaForCausalLM(config),
+        args=TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=4,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            seed=0,
+            **arguments,
+        ),
+        train_dataset=Batches(),
+        eval_dataset=Batches(),
+        callbacks=list(callbacks),
+    )
+
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def outcome(trained: Trainer, **arguments: Any) -> Outcome:
+    """The losses and the weights after training."""
+    trained.train(**arguments)
+    losses = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS or arguments
+    assert all(map(math.isfinite, losses))
+    return losses, {name: value.cpu() for name, value in trained.model.state_dict().items()}
+
+
+def assert_same(some: Outcome, others: Outcome) -> None:
+    assert some[0] == others[0]
+    assert all(torch.equal(value, others[1][name]) for name, value in some[1].items())
+
+
+def callback(**more: Any) -> TieringCallback:
+    return TieringCallback(policy=LayerOrderPolicy(), **{**OPTIONS, **more})
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "adafactor": {"optim": "adafactor"},
+    "fused": {"optim": "adamw_torch_fused"},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
+}
+
+
+@pytest.mark.parametrize("arguments", SETTINGS.values(), ids=SETTINGS)
+def test_losses_and_weights_are_those_of_the_plain_run(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    expected = outcome(trainer(tmp_path, **arguments))
+    tiered = trainer(tmp_path, callback(optimizer="host"), **arguments)
+    assert_same(outcome(tiered), expected)
+    assert tiered.state.log_history[0]["tiered/offloaded_gib"] > 0
+
+
+def test_the_optimizer_is_tiered_while_it_trains_and_plain_afterwards(tmp_path: Path) -> None:
+    """With fp16 too, where accelerate keeps a method of the optimizer that it was given."""
+    seen: list[tuple[bool, int]] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            optimizer = kwargs["optimizer"].optimizer
+            states = optimizer.wrapped.state if isinstance(optimizer, TieredOptimizer) else optimizer.state
+            seen.append((isinstance(optimizer, TieredOptimizer), len(states)))
+
+    plain = trainer(tmp_path, fp16=True)
+    plain.train()
+    tiered = trainer(tmp_path, callback(optimizer="host"), Look(), fp16=True)
+    tiered.train()
+    assert seen == [(True, 0)] * STEPS
+    assert type(tiered.optimizer.optimizer) is torch.optim.AdamW
+    assert_equal_states(tiered.optimizer.state_dict(), plain.optimizer.state_dict())
+
+
+def assert_equal_states(some: dict[str, Any], others: dict[str, Any]) -> None:
+    assert some["state"].keys() == others["state"].keys()
+    for name, state in some["state"].items():
+        assert all(torch.equal(value.cpu(), others["state"][name][key].cpu()) for key, value in state.items())
+
+
+def test_the_peak_is_lower(tmp_path: Path, device: str) -> None:
+    def peak(*callbacks: TrainerCallback) -> int:
+        gc.collect()
+        made = trainer(tmp_path, *callbacks)
+        memory = getattr(torch, torch.device(device).type)
+        before = memory.memory_allocated()
+        memory.reset_peak_memory_stats()
+        made.train()
+        return int(memory.max_memory_allocated()) - before
+
+    plain, activations, both = peak(), peak(callback()), peak(callback(optimizer="host", min_bytes=1))
+    assert both < activations < plain
+
+
+@pytest.mark.parametrize("second", ["plain", "tiered", "enabled"])
+@pytest.mark.parametrize("first", ["plain", "tiered", "enabled"])
+def test_resume_in_all_directions(tmp_path: Path, first: str, second: str) -> None:
+    def made(kind: str) -> Trainer:
+        callbacks = [callback(optimizer="host")] if kind == "tiered" else []
+        result = trainer(tmp_path, *callbacks, save_strategy="steps", save_steps=2)
+        if kind == "enabled":
+            enable(result, optimizer="host", policy=LayerOrderPolicy(), **OPTIONS)
+        return result
+
+    expected = outcome(made("plain"))
+    assert_same(outcome(made(first)), expected)
+    resumed = outcome(made(second), resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(resumed, expected)
+
+
+def test_enable_tells_all_that_report(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            told.append(dict(logs))
+
+    made = trainer(tmp_path, Reporter())
+    enable(made, optimizer="host", policy=LayerOrderPolicy(), **OPTIONS)
+    assert_same(outcome(made), outcome(trainer(tmp_path)))
+    assert {"tiered/offloaded_gib", "tiered/host_peak_gib", "tiered/late_reloads"} <= told[0].keys()
+
+
+def test_training_twice_and_after_an_error(tmp_path: Path) -> None:
+    class Fail(TrainerCallback):
+        fails = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self.fails:
+                raise RuntimeError("a power cut")
+
+    def thrice(*callbacks: TrainerCallback) -> Outcome:
+        fail = Fail()
+        made = trainer(tmp_path, *callbacks, fail)
+        with pytest.raises(RuntimeError, match="power cut"):
+            made.train()
+        fail.fails = False
+        made.train()
+        return outcome(made)
+
+    assert_same(thrice(callback(optimizer="host")), thrice())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}],
+    ids=["checkpointing"],
+)
+def test_a_second_offloader_is_an_error_that_names_both(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"offload.*and TieringCallback would both move"):
+        trainer(tmp_path, callback(), **arguments).train()
+
+
+def test_mistakes_show_when_they_are_made(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="host_byte"):
+        TieringCallback(host_byte="1GiB")
+    made = trainer(tmp_path)
+    made.create_optimizer()
+    with pytest.raises(RuntimeError, match="before train"):
+        enable(made, optimizer="host")

@@ -1,0 +1,157 @@
+"""Hugging Face's Trainer, and what is built on it: TRL, axolotl, LLaMA-Factory. Run with transformers 5.23."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from functools import partial
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..activations.attachment import Attachment
+from ..manager import TieringManager
+from ..optim import tiered
+from ..optimizer.registered import Residency
+from ..optimizer.tiered_optimizer import TieredOptimizer
+from .others import refuse_others
+
+_log = logging.getLogger("tiered_mem.integrations")
+_GIB = 1 << 30
+
+
+class TieringCallback(TrainerCallback):
+    """Tiers a training: `Trainer(..., callbacks=[TieringCallback(optimizer="host")])`.
+
+    The activations of the model's repeated blocks move from the first step on. When training ends, or begins anew
+    after an error, the model and the optimizer are as they were. What is logged has three numbers more.
+
+    optimizer: where the optimizer's states rest between steps, as in `register_optimizer`; None leaves them alone.
+    min_bytes: smaller tensors stay on the device.
+    arguments: those of TieringManager; the device is the trainer's by default.
+
+    Raises TypeError for an argument that TieringManager does not take. Training raises ValueError when it begins
+    with another offloader on.
+    """
+
+    def __init__(
+        self, *, optimizer: Residency | None = None, min_bytes: int | str = 1 << 20, **arguments: Any
+    ) -> None:
+        inspect.signature(TieringManager).bind_partial(**arguments)
+        self._residency = optimizer
+        self._min_bytes = min_bytes
+        self._arguments = arguments
+        self._manager: TieringManager | None = None
+        self._attachment: Attachment | None = None
+        self._prepared: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._attachment is not None:
+            self._end()  # of a training that ended by an error, of which nobody is told
+        refuse_others(_other_offloaders(args), "TieringCallback")
+        model, prepared = kwargs["model"], kwargs["optimizer"]
+        manager = self.manager(args.device)
+        self._attachment = manager.attach(model, min_bytes=self._min_bytes)
+        if self._residency is None:
+            return
+        if args.deepspeed is not None:
+            _log.warning("the optimizer is DeepSpeed's: its states stay where that keeps them")
+            return
+        if not isinstance(prepared.optimizer, TieredOptimizer):
+            _replace(prepared, manager.register_optimizer(prepared.optimizer, residency=self._residency))
+        if prepared.optimizer.manager is manager:
+            self._prepared = prepared
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._end()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._manager is None or logs is None:
+            return
+        stats = self._manager.stats()
+        figures = {
+            "tiered/offloaded_gib": int(stats["offloaded.bytes.total"]) / _GIB,
+            "tiered/host_peak_gib": int(stats["host.used.peak"]) / _GIB,
+            "tiered/late_reloads": int(stats["reloads_on_demand.total"]),
+        }
+        logs.update(figures)
+        state.log_history[-1].update(figures)
+
+    def manager(self, device: torch.device) -> TieringManager:
+        """The manager of the training that runs, or comes next; device: where none was named."""
+        if self._manager is None:
+            arguments = {"device": device, **self._arguments}
+            if "policy" in arguments:
+                # It serves one manager, and each training has its own.
+                arguments["policy"] = copy.deepcopy(arguments["policy"])
+            self._manager = TieringManager(**arguments)
+        return self._manager
+
+    def _end(self) -> None:
+        attachment, self._attachment = self._attachment, None
+        prepared, self._prepared = self._prepared, None
+        manager, self._manager = self._manager, None
+        if attachment is not None:
+            attachment.remove()
+        if prepared is not None:
+            _replace(prepared, prepared.optimizer.give_back())
+        if manager is not None:
+            manager.close()
+
+
+def enable(trainer: Trainer, *, optimizer: Residency | None = None, **arguments: Any) -> TieringCallback:
+    """Tiers what `trainer.train()` does, by a TieringCallback, whose arguments these are. Call it before `train`.
+
+    The optimizer is tiered when it is made, so that the states of a checkpoint pass the device bucket by bucket;
+    and all that report hear of the numbers. Returns the callback. Raises RuntimeError where the trainer has its
+    optimizer already.
+    """
+    callback = TieringCallback(optimizer=optimizer, **arguments)
+    if trainer.optimizer is not None:
+        raise RuntimeError("the trainer has made its optimizer already: call enable before train")
+    # With FSDP the parameters are others once the model is prepared, and the callback comes after that.
+    if optimizer is not None and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        theirs, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
+            trainer.args, cast(PreTrainedModel, trainer.model)
+        )
+        if isinstance(theirs, type):  # and not a function of the whole model: then the callback does it
+            ours = tiered(theirs, manager=partial(callback.manager, trainer.args.device))
+            trainer.optimizer_cls_and_kwargs = (ours, {**options, "residency": optimizer})
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+def _replace(prepared: Any, optimizer: torch.optim.Optimizer) -> None:
+    # accelerate's wrapper keeps methods of the optimizer that it was made with: it is made anew, in place.
+    prepared.__init__(optimizer, device_placement=False, scaler=prepared.scaler)
+
+
+def _other_offloaders(args: TrainingArguments) -> list[str]:
+    """The settings by which transformers, TRL or accelerate offload by themselves."""
+    checkpointing = _read(args.activation_checkpointing_kwargs)
+    fsdp = _read(args.fsdp_config) if args.fsdp else {}
+    settings = {
+        "activation_offloading=True": getattr(args, "activation_offloading", False),  # TRL's
+        'activation_checkpointing_kwargs={"offload": True}': checkpointing.get("offload"),
+        'fsdp_config={"cpu_offload": True}': fsdp.get("cpu_offload") or fsdp.get("offload_params"),
+        'fsdp_config={"activation_cpu_offload": True}': fsdp.get("activation_cpu_offload"),
+    }
+    return [setting for setting, on in settings.items() if on]
+
+
+def _read(setting: str | dict[str, Any] | None) -> dict[str, Any]:
+    """By the time of training transformers has read what was given as text or as a file."""
+    return setting if isinstance(setting, dict) else {}

@@ -1,0 +1,80 @@
+"""torch.optim's optimizers, tiered: `tiered_mem.optim.AdamW` in place of `torch.optim.AdamW`.
+
+For code that names an optimizer and makes it elsewhere, such as a configuration file. Their states are in the
+default manager's pool (see `tiered_mem.configure`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .default_manager import default_manager
+from .manager import TieringManager
+
+# Those of register_optimizer, which each class takes beside the optimizer's own.
+_ARGUMENTS = ("bucket_bytes", "residency", "separable")
+
+
+def tiered(
+    optimizer_class: type[Optimizer], *, manager: Callable[[], TieringManager] = default_manager
+) -> type[Optimizer]:
+    """A class whose making returns a TieredOptimizer over an optimizer of the class that is given.
+
+    It takes the arguments of that class, and of `register_optimizer` `bucket_bytes`, `residency` and `separable`.
+    It is a subclass of that class for those who ask for one. What it returns is no instance of it.
+
+    manager: gives the manager, when an optimizer is made.
+
+    Raises TypeError for what is no class of optimizers, or is made by this.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"a subclass of torch.optim.Optimizer is needed, not {optimizer_class!r}")
+    if optimizer_class.__new__ is not Optimizer.__new__:
+        raise TypeError(f"{optimizer_class.__name__} has a __new__ of its own, or is tiered already")
+
+    def make(kind: type, *arguments: Any, **options: Any) -> Optimizer:
+        own = {name: options.pop(name) for name in _ARGUMENTS if name in options}
+        return manager().register_optimizer(optimizer_class(*arguments, **options), **own)
+
+    return type(
+        optimizer_class.__name__,
+        (optimizer_class,),
+        {
+            "__new__": make,
+            "__module__": __name__,
+            "__doc__": f"{optimizer_class.__name__}, with its states in the default manager's pool.",
+            "__signature__": _signature(optimizer_class),
+        },
+    )
+
+
+def _signature(optimizer_class: type[Optimizer]) -> inspect.Signature:
+    """What may be written in a configuration file: those who read one ask for it."""
+    wrapped = inspect.signature(optimizer_class)
+    registering = inspect.signature(TieringManager.register_optimizer).parameters
+    parameters = [*wrapped.parameters.values()]
+    at = len(parameters) - any(each.kind is each.VAR_KEYWORD for each in parameters)
+    parameters[at:at] = [registering[name] for name in _ARGUMENTS if name not in wrapped.parameters]
+    return wrapped.replace(parameters=parameters)
+
+
+_CLASSES = {
+    name: tiered(found)
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CLASSES:
+        raise AttributeError(f"torch.optim has no optimizer {name!r}")
+    return _CLASSES[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({"tiered", *_CLASSES})
