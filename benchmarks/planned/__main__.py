@@ -79,6 +79,8 @@ def measured(model: str, link: str, budgets: list[float], progress: Progress) ->
             errors = pool.submit(child.stderr.read)
             said: dict[str, Any] = {}
             for line in child.stdout:
+                if not line.startswith("{"):  # torch_npu writes there too
+                    continue
                 said = json.loads(line)
                 progress.update(task, doing=said.get("done", "done"))
     if child.returncode:
