@@ -267,7 +267,7 @@ class PlannedPolicy:
 
     def _choose(self, step: StepUnderWay) -> None:
         """Finds the plan for a step, by what it has done so far. One that is of no known kind is recorded."""
-        found = self._repertoire.find(step.recording.course, step.sizes)
+        found = self._repertoire.find(step.recording.course, step.sizes, step.recording.standing[0])
         if found is None:
             self._record(step.number)
         elif step.sizes:
@@ -313,15 +313,15 @@ class PlannedPolicy:
         if step.known is None or step.deviates or (step.longer and step.exact):
             if step.exact and recording.regular and not repertoire.same(recording):
                 try:
-                    repertoire.add(recording, seconds, step.known, step.ratio)
+                    repertoire.add(recording, seconds, step.known, step.variant)
                 except BudgetTooSmall as error:
                     if self._fragments is None or error.floor > self._given:
                         raise
                     self._leave_out(self._given - error.floor)  # it did run
-                    repertoire.add(recording, seconds, step.known, step.ratio)
+                    repertoire.add(recording, seconds, step.known, step.variant)
                 self.asks = _TIMED if missing else _PLAYED
         elif step.table is not None and len(seconds) == len(step.known.names):
             planned = step.table.plan
             surprise = abs(stalls - sum(stall.seconds for stall in planned.stalls))
             if step.known.guessed or surprise > _DRIFT * planned.seconds:
-                repertoire.drift(step.known, step.ratio, seconds, out, back)
+                repertoire.drift(step.known, step.variant, seconds, out, back)

@@ -81,11 +81,12 @@ class Profile:
         unmovable = [low + max(0, more) for low, more in zip(higher(standing), transient, strict=True)]
         return replace(self, unmovable=unmovable, standing=standing)
 
-    def scaled(self, ratio: float) -> Profile:
-        """The step with blocks, times and transient memory `ratio` times as large.
+    def scaled(self, ratio: float, more: int = 0) -> Profile:
+        """The step with blocks, times and transient memory `ratio` times as large, and `more` bytes beside them.
 
         What stays allocated does not shrink with them, as nobody knows how much of it are gradients. For a larger
-        step all that has come since the first position grows.
+        step all that has come since the first position grows. What is more is there from the beginning on. Of what
+        comes after the last position nothing is known: it may be what makes the difference, as optimizer states.
         """
         standing = self.standing or [0] * len(self.unmovable)
         if ratio <= 1:
@@ -93,9 +94,14 @@ class Profile:
         else:
             fixed = standing[0] if standing else 0
             unmovable = [max(top, int(fixed + (top - fixed) * ratio)) for top in self.unmovable]
+        if more:
+            *before, last = unmovable
+            standing = [nbytes + more for nbytes in standing]
+            unmovable = [*(nbytes + more for nbytes in before), max(last, standing[-1])]
         return replace(
             self,
             seconds=[seconds * ratio for seconds in self.seconds],
             unmovable=unmovable,
+            standing=standing if self.standing else (),
             nbytes=[int(nbytes * ratio) for nbytes in self.nbytes],
         )

@@ -23,15 +23,16 @@ class Recording:
     """One step, as its events come.
 
     names: of the positions so far. course: of these, all but the uses and drops of blocks, whose order may change.
-    uses: how many uses there were. blocks: their lives, in the order of their saves.
+    uses: how many uses there were. blocks: their lives, in the order of their saves. standing: the bytes beside
+    them at each position.
     """
 
     names: list[Name] = field(default_factory=list)
     course: list[Name] = field(default_factory=list)
     uses: int = 0
     blocks: dict[Name, _Life] = field(default_factory=dict)
+    standing: list[int] = field(default_factory=list)
     _unmovable: list[int] = field(default_factory=list)
-    _standing: list[int] = field(default_factory=list)
     _running: int = 0
     _backward: int = 0
     _measured: bool = True
@@ -53,7 +54,7 @@ class Recording:
         elif others < 0:
             others = 0
         self._unmovable.append(others)
-        self._standing.append(others)
+        self.standing.append(others)
 
     def most(self, others: int) -> None:
         """At most so much was allocated beside the blocks since the last event."""
@@ -122,4 +123,4 @@ class Recording:
             used.append(last if life.used is None else min(life.used, last))
             dropped.append(last)
             backward.append(last if life.used is None else life.backward)
-        return Profile(list(seconds), self._unmovable, nbytes, saved, used, dropped, backward, self._standing)
+        return Profile(list(seconds), self._unmovable, nbytes, saved, used, dropped, backward, self.standing)

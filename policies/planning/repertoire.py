@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import NamedTuple
 
 from .bound import BudgetTooSmall
 from .disk import plan_disk
@@ -26,13 +27,28 @@ _GRID = 128
 _COMPARED = 8
 # Of new seconds in the mean of them and the old.
 _NEW = 0.25
+# Memory beside the blocks is planned for in steps of this share of the budget.
+_GRAIN = 1 / 256
 # A plan is changed where its prediction changes by more than this share.
 _CHANGE = 0.01
 
 
+class Variant(NamedTuple):
+    """How a step differs from the recorded one of its kind.
+
+    ratio: its length over that one's. more: bytes of the device that are taken when it begins, and were not then.
+    """
+
+    ratio: float = 1.0
+    more: int = 0
+
+
+_RECORDED = Variant()
+
+
 @dataclass
 class Known:
-    """A step that was recorded. tables: what was planned for it, by its length over the recorded one.
+    """A step that was recorded. tables: what was planned for it and its variants.
 
     guessed: the times of its first positions are those of another kind.
     """
@@ -43,7 +59,7 @@ class Known:
     blocks: Sequence[Name]
     profile: Profile
     guessed: bool = False
-    tables: dict[float, Table] = field(default_factory=dict)
+    tables: dict[Variant, Table] = field(default_factory=dict)
 
     def ratios(self, sizes: Sequence[int]) -> list[float]:
         """How much larger the first blocks are than the recorded ones."""
@@ -71,8 +87,10 @@ class Repertoire:
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, course: Sequence[Name], sizes: Sequence[int]) -> tuple[Known, float] | None:
-        """The kind of a step that begins like this and whose first blocks have these sizes, and its length.
+    def find(self, course: Sequence[Name], sizes: Sequence[int], standing: int) -> tuple[Known, Variant] | None:
+        """The kind of a step that begins like this and whose first blocks have these sizes, and how it differs.
+
+        standing: the bytes that are taken when it begins.
 
         Of several it is the one to which all of the sizes have the same ratio, which is no shorter, and was used
         last.
@@ -89,24 +107,29 @@ class Repertoire:
         self._known.remove(found)
         self._known.append(found)
         ratio = found.ratios(sizes)[0] if sizes else 1.0
-        return found, 1.0 if abs(ratio - 1) < 0.01 else ceil(ratio * _GRID) / _GRID
+        ratio = 1.0 if abs(ratio - 1) < 0.01 else ceil(ratio * _GRID) / _GRID
+        grain = max(1, int(self.budget * _GRAIN))
+        more = standing - found.profile.standing[0] if found.profile.standing else 0
+        return found, Variant(ratio, -(-more // grain) * grain)
 
-    def add(self, recording: Recording, seconds: Sequence[float], like: Known | None, ratio: float) -> None:
+    def add(self, recording: Recording, seconds: Sequence[float], like: Known | None, variant: Variant) -> None:
         """Takes a step over, and plans for it.
 
-        seconds: of its positions, or of the last of them, if it began `like` a known one, of so much its length.
+        seconds: of its positions, or of the last of them, if it began `like` a variant of a known one.
 
         Raises BudgetTooSmall for the first step. A later one that the budget is too small for is left out.
         """
         before = len(recording.names) - len(seconds)
         begun = (
-            [0.0] * before if like is None else recording.take_over(before, like.names, like.profile.scaled(ratio))
+            [0.0] * before
+            if like is None
+            else recording.take_over(before, like.names, like.profile.scaled(*variant))
         )
         profile = recording.profile([*begun, *seconds])
         blocks = list(recording.blocks)
         known = Known(recording.course, recording.uses, recording.names, blocks, profile, guessed=before > 0)
         try:
-            self.table(known, 1.0, strict=True)
+            self.table(known, strict=True)
         except BudgetTooSmall as error:
             if not self._known:
                 raise
@@ -114,24 +137,26 @@ class Repertoire:
             return
         self._known = [*self._known[1 - _KEPT :], known]
 
-    def table(self, known: Known, ratio: float, *, strict: bool = False) -> Table:
+    def table(self, known: Known, variant: Variant = _RECORDED, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
         if self._states.total and self._states.target is None:
             self.replan(self.budget)
-        made = known.tables.get(ratio)
+        made = known.tables.get(variant)
         if made is None:
-            profile = known.profile if ratio == 1.0 else known.profile.scaled(ratio)
+            profile = known.profile if variant == _RECORDED else known.profile.scaled(*variant)
             try:
                 first = self._plan(profile)
             except BudgetTooSmall as error:
                 named = explained(error, profile, known.names)
                 if strict:
                     raise named from None
-                _log.warning("a step of %.2f times the recorded size may run out of memory: %s", ratio, named)
+                _log.warning(
+                    "a step of %.2f times the recorded size may run out of memory: %s", variant.ratio, named
+                )
                 self._states.target = 0
                 first = plan(profile, error.floor, self.link)
             made = Table(profile, first, self._disk(profile, first), known.names, known.blocks)
-            known.tables[ratio] = made
+            known.tables[variant] = made
         return made
 
     def same(self, recording: Recording) -> Known | None:
@@ -142,20 +167,23 @@ class Repertoire:
                 return known
         return None
 
-    def drift(self, known: Known, ratio: float, seconds: Sequence[float], out: float, back: float) -> None:
+    def drift(self, known: Known, variant: Variant, seconds: Sequence[float], out: float, back: float) -> None:
         """Plans a kind of steps anew, by the times and rates of another one, if that changes the prediction.
 
-        seconds: of each position, for a step of this ratio. out, back: rates; 0 is not known.
+        seconds: of each position, for a step of this variant. out, back: rates; 0 is not known.
         """
         tables, profile, link = known.tables, known.profile, self.link
         share = 1.0 if known.guessed else _NEW
-        mean = [(1 - share) * old + share * new / ratio for old, new in zip(profile.seconds, seconds, strict=True)]
+        mean = [
+            (1 - share) * old + share * new / variant.ratio
+            for old, new in zip(profile.seconds, seconds, strict=True)
+        ]
         known.profile = replace(profile, seconds=mean)
         known.guessed = False
         self.link = replace(link, out=out or link.out, back=back or link.back)
         known.tables = {}
-        made = self.table(known, ratio)
-        before = tables[ratio].plan.seconds if ratio in tables else 0.0
+        made = self.table(known, variant)
+        before = tables[variant].plan.seconds if variant in tables else 0.0
         if abs(made.plan.seconds - before) <= _CHANGE * before:
             known.tables = tables
         else:

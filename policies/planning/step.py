@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..base import Dropped, Event, ExactMemory, ForwardBegin, ForwardEnd, LayerBegin, Memory, Saved, Used
 from .names import Name, StepNames
 from .recording import Recording
-from .repertoire import Known
+from .repertoire import Known, Variant
 from .table import Table
 
 
@@ -16,7 +16,7 @@ from .table import Table
 class StepUnderWay:
     """A step that goes on, or has ended.
 
-    known, ratio, table: what it is taken for, how long it is, and what it plays; None while nothing suits.
+    known, variant, table: what it is taken for, how it differs, and what it plays; None while nothing suits.
     undecided: the last event may show what it is: the first, the first block, the eighth, and one that its kind
     does not have.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
@@ -30,7 +30,7 @@ class StepUnderWay:
     names: StepNames = field(default_factory=StepNames)
     recording: Recording = field(default_factory=Recording)
     known: Known | None = None
-    ratio: float = 1.0
+    variant: Variant = field(default_factory=Variant)
     table: Table | None = None
     returning: deque[int] = field(default_factory=deque)
     sizes: list[int] = field(default_factory=list)
@@ -44,8 +44,8 @@ class StepUnderWay:
     _parted: bool = False
     _level: int | None = None
 
-    def play(self, known: Known, ratio: float, table: Table) -> None:
-        self.known, self.ratio, self.table = known, ratio, table
+    def play(self, known: Known, variant: Variant, table: Table) -> None:
+        self.known, self.variant, self.table = known, variant, table
         self._parted = False
 
     @property

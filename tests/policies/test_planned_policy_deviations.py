@@ -192,3 +192,20 @@ def test_without_word_of_memory_it_goes_on_as_it_began() -> None:
     assert {type(each) for each in tell(policy, events)} == {Offload, Release}
     assert policy.decide(StepMeasured(0, [1.0] * 20, 0.0)) == ()
     assert StepMeasured in policy.asks
+
+
+def test_what_stays_after_the_recorded_step_is_planned_for_at_once() -> None:
+    """As an optimizer's states do, which the first step makes at its end."""
+    step = gpt()
+    policy, budget = planned(step, 0.6)
+    machine = Machine(policy, LINK)
+    machine.run(step)
+    states = 16 * int(budget / 256)  # memory is planned for in 256 steps
+    machine.allocate(states)
+    for _ in range(2):
+        outcome = machine.run(step)
+        assert outcome.peak <= budget
+        assert outcome.on_demand == 0
+        assert outcome.seconds == pytest.approx(best(step, budget - states), rel=5e-3)
+    machine.allocate(-states)
+    assert machine.run(step).seconds == pytest.approx(best(step, budget), rel=5e-3)

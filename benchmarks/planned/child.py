@@ -1,0 +1,101 @@
+"""One training behind one link, in a process of its own: `python -m benchmarks.planned.child MODEL LINK SHARE...`.
+
+Writes a line of JSON for each thing that was measured, and one with the rows of the table.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import ascend_emulator
+
+from .links import LINKS
+
+if TYPE_CHECKING:
+    from .contest import Measured
+
+_HOST = "1TiB"
+
+
+def main() -> int:
+    model, link, *shares = sys.argv[1:]
+    os.environ["TIERED_MEM_HOST_LIMIT"] = _HOST  # what the modelled server has, and not this machine
+    there = LINKS[link]
+    ascend_emulator.start(
+        hbm_bytes="400GiB",
+        host_bytes=_HOST,
+        clock=there.chip,
+        dry=True,
+        schedule="eager",
+        races=False,
+        h2d_bytes_per_s=int(there.back),
+        d2h_bytes_per_s=int(there.out),
+    )
+    logging.getLogger("tiered_mem").setLevel(logging.ERROR)
+    from tiered_mem.policies.planning.link import Link  # torch must find the device
+
+    from .contest import Contest
+    from .trainings import TRAININGS
+
+    contest = Contest(TRAININGS[model], Link(there.out, there.back))
+    orders, megatrons, swaps = [], [], []
+    for made in contest.layer_orders():
+        orders.append(made)
+        say(done=f"LayerOrderPolicy, {made.setting}")
+    for made in contest.megatrons():
+        megatrons.append(made)
+        say(done=f"Megatron, {made.setting}")
+    budgets = [contest.budget(float(share)) for share in shares]
+    for budget in budgets:
+        swaps.append(contest.smart_swap(budget))
+        say(done="SmartSwap")
+    rows: list[dict[str, Any]] = []
+    for share, budget, swap in zip(shares, budgets, swaps, strict=True):
+        try:
+            auto, error = asdict(contest.auto(budget)), None
+        except ValueError as refused:  # no plan keeps the budget
+            auto, error = None, str(refused)
+        say(done=f"auto, {float(share):.0%}")
+        rows.append(
+            {
+                "share": float(share),
+                "budget": budget,
+                "bound": contest.bound(budget),
+                "auto": auto,
+                "error": error,
+                "layer_order": best(orders, budget),
+                "megatron": best(megatrons, budget),
+                "smart_swap": asdict(swap),
+            }
+        )
+    say(
+        model=model,
+        link=link,
+        layers=contest.layers,
+        blocks=len(contest.profile.nbytes),
+        floor=contest.floor,
+        plain=asdict(contest.plain),
+        rows=rows,
+    )
+    return 0
+
+
+def best(found: Sequence[Measured], budget: int) -> dict[str, Any] | None:
+    """The fastest of those within the budget."""
+    within = (each for each in found if each.peak <= budget)
+    fastest = min(within, key=lambda each: each.seconds, default=None)
+    return None if fastest is None else asdict(fastest)
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

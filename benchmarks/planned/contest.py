@@ -1,0 +1,153 @@
+"""Measures one training behind one link: plain, planned, and with each setting of the other policies."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import ascend_emulator
+import torch
+
+from tiered_mem import TieringManager
+from tiered_mem.policies import LayerOrderPolicy, Policy
+from tiered_mem.policies.planning.bound import floor, least_seconds
+from tiered_mem.policies.planning.link import Link
+from tiered_mem.policies.planning.table import Table
+
+from .megatron import MegatronPolicy
+from .observed import ObservingPolicy, PlayingPolicy
+from .smart_swap import SmartSwap
+from .trainings import Training
+
+_HOST_BYTES = "500GiB"
+# A training that begins makes its optimizer's states, is recorded and is planned for in the first steps.
+_BEGINNING = 4
+_MOST_IN_FLIGHT = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """seconds: a step, the mean of those that count. first: the first step. peak: bytes, the most in any step.
+
+    setting: what was chosen, where there is a choice.
+    """
+
+    seconds: float
+    peak: int
+    first: float
+    setting: str = ""
+
+
+class Contest:
+    """make: makes the training anew. link: as the emulator has it."""
+
+    def __init__(self, make: Callable[[], Training], link: Link) -> None:
+        gc.collect()
+        gc.freeze()
+        self._make = make
+        self._link = link
+        self._used: Training | None = make()
+        self._used.step(0)  # which makes the optimizer's states
+        self.plain = _steps(self._used)
+        observing = ObservingPolicy()
+        _of(self._used, observing, beginning=1)
+        if observing.profile is None or observing.recording is None:
+            raise RuntimeError("the plain step was not measured")
+        self.profile, self.recording = observing.profile, observing.recording
+        self.layers: int = next(name[2] for name in self.recording.names if name[0] == "begin")
+        self.floor = floor(self.profile.moments)[0]
+
+    def budget(self, share: float) -> int:
+        """So far from the least that a plan can keep to what the plain step takes."""
+        return int(self.floor + share * (self.plain.peak - self.floor))
+
+    def bound(self, budget: int) -> float:
+        """The seconds of a step that no plan within the budget can better."""
+        moments = self.profile.moments
+        return self.plain.seconds + least_seconds(moments, budget, self._link) - moments.end
+
+    def layer_orders(self) -> Iterator[Measured]:
+        """All settings: k layers leave, and up to three of them are on their way."""
+        for k in range(1, self.layers + 1):
+            for in_flight in range(min(k, _MOST_IN_FLIGHT) + 1):
+                policy = LayerOrderPolicy(k, in_flight=in_flight)
+                yield self.with_policy(policy, f"k={k}, in flight {in_flight}")
+
+    def megatrons(self) -> Iterator[Measured]:
+        """All fractions of the layers but the last."""
+        for groups in range(1, self.layers):
+            yield self.with_policy(MegatronPolicy(groups), f"{groups} of {self.layers}")
+
+    def smart_swap(self, budget: int) -> Measured:
+        names, blocks = self.recording.names, list(self.recording.blocks)
+        table = Table(self.profile, SmartSwap(self.profile, names, budget).plan(), None, names, blocks)
+        return self.with_policy(PlayingPolicy(table), "")
+
+    def with_policy(self, policy: Policy, setting: str) -> Measured:
+        """In a training that goes on, so that the optimizer's states are there. Not after `auto`."""
+        if self._used is None:
+            raise RuntimeError("the training is over")
+        return _of(self._used, policy, setting=setting, beginning=0)
+
+    def auto(self, budget: int) -> Measured:
+        """In a training that begins."""
+        self._used = None  # its memory would count
+        return _of(self._make(), "auto", budget=budget, beginning=_BEGINNING)
+
+
+def _of(
+    training: Training,
+    policy: Policy | str,
+    *,
+    beginning: int,
+    budget: int | None = None,
+    setting: str = "",
+) -> Measured:
+    with ExitStack() as stack:
+        manager = TieringManager(
+            policy=policy, device_budget=budget, device="npu", host_bytes=_HOST_BYTES, preallocate=False
+        )
+        stack.enter_context(manager)
+        stack.enter_context(manager.attach(training.model))
+        found = _steps(training, beginning, setting)
+    del training
+    gc.collect()
+    return found
+
+
+def _steps(training: Training, beginning: int = 1, setting: str = "") -> Measured:
+    """Makes steps, each from an idle device to an idle device.
+
+    beginning: of these, how many do not count.
+    """
+    seconds = []
+    peak = 0
+    for number in (*range(-beginning, 0), *range(training.kinds)):
+        torch.npu.synchronize()
+        taken = _Peak()
+        began = ascend_emulator.now()
+        training.step(number)
+        torch.npu.synchronize()
+        seconds.append(ascend_emulator.now() - began)
+        peak = max(peak, taken.read())
+    counted = seconds[beginning:]
+    return Measured(sum(counted) / len(counted), peak, seconds[0], setting)
+
+
+class _Peak:
+    """The most that was allocated since it was made, whoever resets torch's own peak meanwhile."""
+
+    def __init__(self) -> None:
+        torch.npu.memory._record_memory_history(max_entries=1_000_000, context=None, stacks="python")
+        self._base = torch.npu.memory_allocated()
+
+    def read(self) -> int:
+        trace = torch.npu.memory._snapshot()["device_traces"][0]
+        torch.npu.memory._record_memory_history(enabled=None)
+        now = most = self._base
+        for entry in trace:
+            now += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
+            most = max(most, now)
+        return most

@@ -1,0 +1,92 @@
+"""What a step does when nothing moves, and a policy that plays decisions made beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from tiered_mem.policies.base import (
+    Action,
+    Event,
+    ExactMemory,
+    Memory,
+    OnRequest,
+    Refused,
+    StepBegin,
+    StepEnd,
+    StepMeasured,
+    Used,
+)
+from tiered_mem.policies.planning.names import StepNames
+from tiered_mem.policies.planning.profile import Profile
+from tiered_mem.policies.planning.recording import Recording
+from tiered_mem.policies.planning.step import StepUnderWay
+from tiered_mem.policies.planning.table import Table
+
+_UNTOLD = (Memory, StepMeasured, Refused, StepBegin, StepEnd)
+
+
+class ObservingPolicy:
+    """Moves nothing, and keeps what it hears of the last step that was measured.
+
+    recording, profile: of that step; None before there is one.
+    """
+
+    gather_bytes = 1
+    asks: Collection[type[OnRequest]] = (Used, StepBegin, StepEnd, ExactMemory, StepMeasured)
+
+    def __init__(self) -> None:
+        self.recording: Recording | None = None
+        self.profile: Profile | None = None
+        self._own: dict[int, int] = {}
+        self._device = 0
+        self._step: StepUnderWay | None = None
+        self._ended: dict[int, Recording] = {}
+
+    def check(self, num_layers: int) -> None:
+        """Suits every model."""
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        match event:
+            case StepBegin(number):
+                self._own.clear()
+                self._step = StepUnderWay(number)
+            case StepEnd(number) if self._step is not None:
+                self._ended[number] = self._step.recording
+                self._step = None
+            case StepMeasured(number, seconds):
+                self.recording = self._ended.pop(number)
+                self.profile = self.recording.profile(seconds)
+            case Memory(device, peak):
+                self._device = device
+                if self._step is not None:
+                    self._step.recording.most(peak - sum(self._own.values()))
+            case _ if self._step is not None:
+                self._hear(event, self._step)
+        return ()
+
+    def _hear(self, event: Event, step: StepUnderWay) -> None:
+        self._own.update(getattr(event, "blocks", ()))
+        for key in getattr(event, "keys", ()):
+            self._own.pop(key, None)
+        step.take(event, self._device - sum(self._own.values()))
+
+
+class PlayingPolicy:
+    """Answers each event of each step with what a table has for it."""
+
+    gather_bytes = 1
+    asks: Collection[type[OnRequest]] = (Used, StepBegin)
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._names = StepNames()
+
+    def check(self, num_layers: int) -> None:
+        """Suits the model of which the table is."""
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        if isinstance(event, StepBegin):
+            self._names = StepNames()
+        elif not isinstance(event, _UNTOLD):
+            return self._table.actions(self._names.event(event), self._names)
+        return ()

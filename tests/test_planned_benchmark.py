@@ -1,0 +1,33 @@
+"""The benchmark of policy="auto" runs, in a process of its own and on a modelled NPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import EMULATED
+
+pytestmark = [
+    pytest.mark.skipif(not EMULATED, reason="it needs the emulated NPU"),
+    pytest.mark.slow(why="a program that trains some dozen times"),
+    pytest.mark.schedules("eager", why="it starts a process of its own, which has its schedule"),
+]
+
+
+def test_auto_is_ahead_of_the_rules_and_within_its_budget(tmp_path: Path) -> None:
+    file = tmp_path / "planned.json"
+    options = ["--models", "gpt-8", "--links", "910b-25", "--budgets", "50", "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planned", *options], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [found] = json.loads(file.read_text())
+    [row] = found["rows"]
+    auto = row["auto"]
+    assert auto["peak"] <= row["budget"]
+    assert row["bound"] <= auto["seconds"] <= 1.02 * row["bound"]
+    assert auto["seconds"] < min(row[rule]["seconds"] for rule in ("layer_order", "megatron"))
