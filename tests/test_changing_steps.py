@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.emulator.launch import EMULATOR, run
+
+from emulator.tests.launch import EMULATOR, run
 
 pytestmark = pytest.mark.slow(why="a process trains for hundreds of steps")
 

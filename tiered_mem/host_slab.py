@@ -29,7 +29,7 @@ class HostSlab:
         self._elements = {torch.uint8: whole}
 
     def cut(self, start: int, wanted: Sequence[Form]) -> list[torch.Tensor]:
-        """Tensors of these forms next to each other, each in whole units of the pool's, from the byte `start` on."""
+        """Tensors of these forms side by side, each in whole units of the pool's, from the byte `start` on."""
         tensors = []
         last: torch.dtype | None = None
         for nbytes, dtype, shape, stride in wanted:

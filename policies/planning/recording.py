@@ -97,11 +97,6 @@ class Recording:
             life.dropped = len(self.names) - 1
 
     @property
-    def standing(self) -> Sequence[int]:
-        """At each position, the bytes of device memory that are no blocks of the step."""
-        return self._standing
-
-    @property
     def regular(self) -> bool:
         """Whether a plan can be made from it.
 

@@ -51,7 +51,7 @@ class StepUnderWay:
     @property
     def longer(self) -> bool:
         """Whether it is longer than any of its kind before, of which less is known than of a shorter one."""
-        return self.ratio > 1
+        return self.variant.ratio > 1
 
     @property
     def deviates(self) -> bool:
