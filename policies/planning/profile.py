@@ -85,8 +85,8 @@ class Profile:
         """The step with blocks, times and transient memory `ratio` times as large, and `more` bytes beside them.
 
         What stays allocated does not shrink with them, as nobody knows how much of it are gradients. For a larger
-        step all that has come since the first position grows. What is more is there from the beginning on. Of what
-        comes after the last position nothing is known: it may be what makes the difference, as optimizer states.
+        step all that has come since the first position grows. What is more is there from the beginning on. What
+        comes after the last use it stays: that may be what makes the difference, as an optimizer's states do.
         """
         standing = self.standing or [0] * len(self.unmovable)
         if ratio <= 1:
@@ -95,9 +95,11 @@ class Profile:
             fixed = standing[0] if standing else 0
             unmovable = [max(top, int(fixed + (top - fixed) * ratio)) for top in self.unmovable]
         if more:
-            *before, last = unmovable
-            standing = [nbytes + more for nbytes in standing]
-            unmovable = [*(nbytes + more for nbytes in before), max(last, standing[-1])]
+            uses = (used for used, dropped in zip(self.used, self.dropped, strict=True) if used < dropped)
+            last = max(uses, default=len(unmovable))
+            unmovable, standing = (
+                [*(nbytes + more for nbytes in each[:last]), *each[last:]] for each in (unmovable, standing)
+            )
         return replace(
             self,
             seconds=[seconds * ratio for seconds in self.seconds],
