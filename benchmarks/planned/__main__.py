@@ -37,6 +37,8 @@ GIB = 1 << 30
 def main() -> int:
     options = parse()
     console = Console(width=None if sys.stdout.isatty() else 170)
+    options.json.parent.mkdir(exist_ok=True)
+    found: list[dict[str, Any]] = []
     pairs = [(model, link) for model in options.models for link in options.links]
     with (
         Progress(
@@ -48,9 +50,9 @@ def main() -> int:
         ) as progress,
         ThreadPoolExecutor(options.processes) as pool,
     ):
-        found = list(pool.map(lambda pair: measured(*pair, options.budgets, progress), pairs))
-    options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
+        for each in pool.map(lambda pair: measured(*pair, options.budgets, progress), pairs):
+            found.append(each)
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
     console.print(table(found))
     missed = [f"{each['model']} behind {each['link']}: {miss}" for each in found for miss in misses(each)]
     for miss in missed:
