@@ -9,7 +9,10 @@ import pytest
 
 from emulator.tests.launch import EMULATOR, run
 
-pytestmark = pytest.mark.slow(why="a process trains for hundreds of steps")
+pytestmark = [
+    pytest.mark.slow(why="a process trains for hundreds of steps"),
+    pytest.mark.schedules("eager", why="a process of its own"),
+]
 
 MACHINE = ("--clock", "910b3", "--dry", "--hbm", "9GiB", "--host", "64GiB", "--h2d", "32GB/s", "--d2h", "32GB/s")
 
@@ -30,3 +33,9 @@ def test_a_link_that_becomes_half_as_fast_is_planned_for_within_five_steps() -> 
     for name, seconds in found.items():
         changed = int(name.split()[-1])
         assert min(seconds[changed + 5 : changed + 8]) <= 1.02 * fresh, name
+
+
+def test_lengths_at_random_fit_and_take_as_long_as_if_each_were_planned_for() -> None:
+    found = train("lengths")
+    assert len(found["changing"]) == 300
+    assert sum(found["changing"]) <= 1.03 * sum(found["alone"])
