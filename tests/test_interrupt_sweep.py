@@ -71,6 +71,7 @@ def a_training(manager: TieringManager, place: str, folder: Path) -> None:
         manager.act([])
         manager.export_trace(folder / "trace.json")
         manager.memory_summary()
+        whole.give_back()
         del optimizer, model
 
 

@@ -152,7 +152,7 @@ class TieringManager:
                 StepWatch(self.device, self._engine, self._store.blocks),
                 spiller=spiller,
                 trace=self._trace,
-                before=self._phases.free,
+                before=(self._phases.free,) if share is None else (self._phases.free, self._optimizers.count),
                 after=self._optimizers.poll,
             )
             self.contexts = Contexts(self.activations, self._policy, self.device, self._disk, self._counters)

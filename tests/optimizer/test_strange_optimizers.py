@@ -118,7 +118,8 @@ def test_what_is_no_optimizer_is_refused(device: str, make_tiered: MakeTiered) -
 
 
 def test_residencies_have_names(device: str, make_tiered: MakeTiered) -> None:
-    with pytest.raises(ValueError, match="residency is 'moon'; there are 'host', 'disk', 'device-until-offload'"):
+    there_are = "'host', 'disk', 'auto', 'device-until-offload'"
+    with pytest.raises(ValueError, match=f"residency is 'moon'; there are {there_are}"):
         make_tiered(torch.optim.AdamW(make_params(device)), residency="moon")
 
 

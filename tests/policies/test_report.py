@@ -149,7 +149,7 @@ def test_a_drive_that_is_waited_for_is_told_with_what_it_takes() -> None:
     step = layers(*[(8, 1.0)] * 8)
     fast = Link(100.0, 100.0, latency=0.0)
     first = plan(step, 24, fast)
-    disk = plan_disk(step, first, 37, Link(0.5, 0.5, latency=0.0))
+    disk = plan_disk(step, first, 37, fast, Link(0.5, 0.5, latency=0.0))
     assert disk.plan.waits > 0
     told = Adviser(step, names(8), blocks(8), 24, fast, disk=disk).advice()
     spilled = sum(step.nbytes[b] for b in disk.spill)

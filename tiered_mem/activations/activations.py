@@ -58,7 +58,7 @@ class Activations:
         *,
         spiller: Spiller | None,
         trace: Trace | None,
-        before: Callable[[], None],
+        before: Sequence[Callable[[], None]],
         after: Callable[[], None],
     ) -> None:
         self._turn = turn
@@ -89,7 +89,8 @@ class Activations:
         with self._turn:
             if self._traced is not None:
                 self._traced.tell(event)
-            self._before()
+            for each in self._before:
+                each()
             self._store.poll()
             self._actions.tell(event)
         self._after()
@@ -176,7 +177,8 @@ class Activations:
 
     def poll(self) -> None:
         """To be called in turn: goes on with what was waiting for something to happen."""
-        self._before()
+        for each in self._before:
+            each()
         self._store.poll()
         self._actions.tell_news()
 

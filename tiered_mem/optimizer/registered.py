@@ -33,7 +33,7 @@ Residency = Literal["host", "disk", "auto", "device-until-offload"]
 class RegisteredOptimizers:
     """Makes tiered optimizers of others, and knows them as long as they live.
 
-    Nothing here is to be called by who has the manager's lock: `exclusive` takes it.
+    Nothing here but `count` is to be called by who has the manager's lock: `exclusive` takes it.
 
     share: how much of the device those whose residency is "auto" may have; None is nothing.
     """
@@ -115,6 +115,12 @@ class RegisteredOptimizers:
                 optimizer.states.poll()
         if self._share is not None:
             self._share_device(self._share)
+
+    def count(self) -> None:
+        """Says how much of what is to stay is there, as a step may have left it since. In turn, before an event."""
+        share = self._share
+        if share is not None and share.total and share.target != share.kept:
+            share.kept = sum(states.buckets.kept for states in list(self._sharing))
 
     def _share_device(self, share: StatesShare) -> None:
         """Has as much stay as is planned, after each change of the plan or the states."""
