@@ -147,11 +147,12 @@ class Repertoire:
             try:
                 first = self._plan(profile)
             except BudgetTooSmall as error:
-                named = explained(error, profile, known.names)
+                # In no variable: an error that is raised here would keep all that is under way, and itself.
                 if strict:
-                    raise named from None
+                    raise explained(error, profile, known.names) from None
                 _log.warning(
-                    "a step of %.2f times the recorded size may run out of memory: %s", variant.ratio, named
+                    "a step of %.2f times the recorded size may run out of memory: %s",
+                    *(variant.ratio, explained(error, profile, known.names)),
                 )
                 self._states.target = 0
                 first = plan(profile, error.floor, self.link)

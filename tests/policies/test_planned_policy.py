@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -121,6 +123,26 @@ def test_without_a_number_what_ran_once_goes_on() -> None:
     assert machine.run(step).peak == least
     with pytest.raises(BudgetTooSmall):
         Machine(PlannedPolicy(least - MIB, LINK, fragments=20 * MIB), LINK).run(step)
+
+
+class Tensors(set[int]):
+    """Something that a function has."""
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_an_error_keeps_nothing_of_what_was_under_way() -> None:
+    """Whoever goes on after it would otherwise keep the tensors of that step until Python next collects garbage."""
+    step = gpt()
+    machine = Machine(PlannedPolicy(floor(profile(step).moments)[0] - MIB, LINK), LINK)
+
+    def caller() -> weakref.ref[set[int]]:
+        local = Tensors()
+        with contextlib.suppress(BudgetTooSmall):
+            machine.run(step)
+            raise AssertionError("the budget is enough")
+        return weakref.ref(local)
+
+    assert caller()() is None
 
 
 def test_it_asks_for_times_until_it_knows_a_step_and_now_and_then() -> None:
