@@ -84,7 +84,12 @@ SUBJECTS = (
     Subject(code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
     Subject(code("modules", folder="phases/"), found_by(*PHASES)),
     Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
-    Subject(PLANNING, found_by("planner", "planned_policy", folder="policies/"), calls=(), values=PLANS),
+    Subject(
+        PLANNING,
+        found_by("planner", "planned_policy", "planned_policy_deviations", folder="policies/"),
+        calls=(),
+        values=PLANS,
+    ),
 )
 INTERRUPTS = ("tests/test_interrupt_sweep.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
 COPIED = (
