@@ -108,7 +108,7 @@ class Account:
         """A step that has ended was measured."""
         if step.table is not None and not step.deviates:
             self._table, self._measured = step.table, (step, event)
-        elif self._table is None and step.recording.regular:
+        elif self._table is None and step.recording.regular and len(event.seconds) == len(step.recording.names):
             self._recorded = step.recording.profile(event.seconds), step.recording.names
 
     def step(self) -> tuple[Profile, Sequence[Name], Link]:
