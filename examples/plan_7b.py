@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -51,7 +50,7 @@ def main() -> int:
         if each.out_of_memory:
             console.print(f"{each.name}: torch.OutOfMemoryError: {each.out_of_memory}")
     console.print(table(plans))
-    wall, rss = time.perf_counter() - STARTED, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    wall, rss = time.perf_counter() - STARTED, peak_memory() / GIB
     console.print(
         f"{len(plans)} trainings were planned in {wall:.0f} s, with {rss:.1f} GiB of this machine's memory"
     )
@@ -72,6 +71,12 @@ def table(plans: list[Planned]) -> Table:
         times = (f"{seconds:.2f}" for seconds in (each.step, each.compute, each.copies))
         result.add_row(*row, *times, f"{each.hidden / each.copies:.0%}" if each.copies else "")
     return result
+
+
+def peak_memory() -> int:
+    """The most bytes that this process had in memory. getrusage() would count those of the one that started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
 
 
 def parse() -> argparse.Namespace:
