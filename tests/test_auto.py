@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.peak import Peak
 from tests.conftest import Link
 from tiered_mem import TieringManager
 from tiered_mem.automatic import PolicyChoice
@@ -39,24 +40,6 @@ def train(model: nn.Module, x: torch.Tensor, steps: int = STEPS, lengths: list[i
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-class Peak:
-    """The most that was allocated on the device, by the steps that torch's allocator took."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        module.memory._record_memory_history(max_entries=1_000_000, context=None, stacks="python")
-        self._base = module.memory_allocated()
-
-    def read(self) -> int:
-        trace = self._module.memory._snapshot()["device_traces"][0]
-        self._module.memory._record_memory_history(enabled=None)
-        now = most = self._base
-        for entry in trace:
-            now += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
-            most = max(most, now)
-        return most
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.peak import Peak
 from tests.conftest import Link
 from tests.models import equal
-from tests.test_auto import LARGEST, Peak, make
+from tests.test_auto import LARGEST, make
 from tiered_mem import TieringManager
 from tiered_mem.policies import LRUPolicy
 

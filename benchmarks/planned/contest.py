@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import ascend_emulator
 import torch
 
+from benchmarks.peak import Peak
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy, Policy
 from tiered_mem.policies.planning.bound import floor, least_seconds
@@ -126,7 +127,7 @@ def _steps(training: Training, beginning: int = 1, setting: str = "") -> Measure
     peak = 0
     for number in (*range(-beginning, 0), *range(training.kinds)):
         torch.npu.synchronize()
-        taken = _Peak()
+        taken = Peak(torch.npu)
         began = ascend_emulator.now()
         training.step(number)
         torch.npu.synchronize()
@@ -134,20 +135,3 @@ def _steps(training: Training, beginning: int = 1, setting: str = "") -> Measure
         peak = max(peak, taken.read())
     counted = seconds[beginning:]
     return Measured(sum(counted) / len(counted), peak, seconds[0], setting)
-
-
-class _Peak:
-    """The most that was allocated since it was made, whoever resets torch's own peak meanwhile."""
-
-    def __init__(self) -> None:
-        torch.npu.memory._record_memory_history(max_entries=1_000_000, context=None, stacks="python")
-        self._base = torch.npu.memory_allocated()
-
-    def read(self) -> int:
-        trace = torch.npu.memory._snapshot()["device_traces"][0]
-        torch.npu.memory._record_memory_history(enabled=None)
-        now = most = self._base
-        for entry in trace:
-            now += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
-            most = max(most, now)
-        return most
