@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from math import inf
 
 from ..sizes import format_bytes, parse_bytes
 from .base import (
@@ -37,6 +38,7 @@ from .planning.names import Name
 from .planning.repertoire import Repertoire
 from .planning.report import Account, Report
 from .planning.residence import Place, Residence
+from .planning.script import Repetition, Script
 from .planning.share import StatesShare
 from .planning.step import StepUnderWay
 from .planning.table import Table
@@ -105,6 +107,7 @@ class PlannedPolicy:
         self._memory: Memory | None = None
         self._step: StepUnderWay | None = None
         self._ended: dict[int, StepUnderWay] = {}
+        self._repetition: Repetition | None = None  # while the step goes by a script
         self._lru: LRUPolicy | None = None
         self.account = Account(self._repertoire)
         self._overruns = 0
@@ -115,6 +118,7 @@ class PlannedPolicy:
     @property
     def resident(self) -> int:
         """The bytes of blocks that it takes to be on the device."""
+        self._note_repeated()
         return self._residence.resident
 
     @property
@@ -136,18 +140,18 @@ class PlannedPolicy:
 
     def decide(self, event: Event) -> Sequence[Action]:
         if type(event) in _POSITIONS:  # nearly all of them
+            if (repetition := self._repetition) is not None:
+                memory, self._memory = self._memory, None
+                if memory is not None:
+                    answer = repetition.answer(event, memory, self._room)
+                    if answer is not None:
+                        return answer
+                self._memory = memory
+                self._depart()
             return self._position(event)
         match event:
-            case Memory(device, peak, reserved):
-                if self._fragments is not None and reserved:
-                    between = reserved - device + self._fragments // 2
-                    self._limit = min(self._budget, self._given - between)
-                if kept := self.states.kept:
-                    # What is kept of optimizer states is neither others' memory nor of the activations' budget.
-                    event = type(event)(device - kept, peak - kept, reserved - kept)
-                self._memory = event
-                if self._step is not None:
-                    self._step.hear(event, self._residence.own)
+            case Memory():
+                self._hear(event)
             case StepBegin(step):
                 self._begin(step)
             case StepEnd():
@@ -158,12 +162,28 @@ class PlannedPolicy:
                     self.account.measured(ended, event)
                     self._learn(ended, seconds, stalls, out, back)
             case Refused(action):
+                self._depart(for_good=True)
                 self._residence.refused(action)
                 if self._step is not None and type(action) is Reload:
                     self._step.returning.appendleft(action.key)
             case HostPressure(nbytes):
+                self._depart(for_good=True)
                 return self._spill(nbytes)
         return ()
+
+    def _hear(self, memory: Memory) -> None:
+        device, peak, reserved = memory.device, memory.peak, memory.reserved
+        if self._fragments is not None and reserved:
+            between = reserved - device + self._fragments // 2
+            self._limit = min(self._budget, self._given - between)
+        if kept := self.states.kept:
+            # What is kept of optimizer states is neither others' memory nor of the activations' budget.
+            memory = type(memory)(device - kept, peak - kept, reserved - kept)
+        if self._repetition is not None and type(memory) is ExactMemory:
+            self._depart()
+        self._memory = memory
+        if self._step is not None and self._repetition is None:
+            self._step.hear(memory, self._residence.own)
 
     def _begin(self, number: int) -> None:
         self._end()  # where nobody said so
@@ -171,14 +191,19 @@ class PlannedPolicy:
         self._step = StepUnderWay(number)
 
     def _end(self) -> None:
-        step, self._step = self._step, None
+        step = self._step
         if step is None:
             return
+        self._end_repetition(step)
+        self._step = None
         self._untimed = 0 if StepMeasured in self.asks else self._untimed + 1
         self._strays = self._strays + 1 if step.deviates else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
         self.account.ended(step)
+        if step.table is not None and step.transcript is not None and not step.deviates:
+            ends_empty = not self._residence.owns_any
+            step.table.script = Script(step.transcript.lines, step.recording, ends_empty)
         if step.table is not None and step.peak > self._budget - self.states.kept:
             self._overrun(step.peak + self.states.kept)
         if self._fragments is not None and step.reserved:
@@ -189,6 +214,20 @@ class PlannedPolicy:
         self.asks = _TIMED if self._untimed >= _PATIENCE - 1 else _PLAYED
         if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
+
+    def _end_repetition(self, step: StepUnderWay) -> None:
+        repetition = self._repetition
+        if repetition is None:
+            return
+        if not (repetition.complete and repetition.script.ends_empty):
+            self._depart()
+            return
+        if self._memory is not None:
+            step.hear(self._memory, 0)
+        step.repeated(repetition)
+        for key in repetition.keys:
+            self._residence.drop(key)
+        self._repetition = step.transcript = None
 
     def _record(self, step: int) -> None:
         """This step is of no kind that is known."""
@@ -214,7 +253,19 @@ class PlannedPolicy:
     def _position(self, event: Event) -> Sequence[Action]:
         """An event of a step, or one between steps."""
         memory, self._memory = self._memory, None
-        step, residence = self._step, self._residence
+        step, room = self._step, self._room
+        name, others, again = self._note(event, memory)
+        if step is None:
+            return self._answer(event, name, others, again)
+        own, step.spare = self._residence.own, inf
+        answer = self._answer(event, name, others, again)
+        above = None if memory is None else memory.device - room
+        self._repetition = step.write(event, own, above, answer)
+        return answer
+
+    def _note(self, event: Event, memory: Memory | None) -> tuple[Name | None, int | None, Sequence[int]]:
+        """The name of an event, the bytes beside blocks, and the blocks that are saved again and were leaving."""
+        residence = self._residence
         again: Sequence[int] = ()
         if isinstance(event, Saved):
             again = residence.save(event.blocks)
@@ -222,7 +273,10 @@ class PlannedPolicy:
             for key in event.keys:
                 residence.drop(key)
         others = None if memory is None else memory.device - residence.own
-        name = None if step is None else step.take(event, others)
+        return None if self._step is None else self._step.take(event, others), others, again
+
+    def _answer(self, event: Event, name: Name | None, others: int | None, again: Sequence[int]) -> list[Action]:
+        step, residence = self._step, self._residence
         # What is used now comes before all that is only due.
         actions: list[Action] = []
         if isinstance(event, Used):
@@ -256,7 +310,9 @@ class PlannedPolicy:
             block = names.block(key)
             if residence.place(key) in (Place.HOST, Place.DISK):
                 own = residence.own + residence.nbytes(key)
-                if table.needed(event, block, own, others) > self._room:
+                spare = self._room - table.needed(event, block, own, others)
+                step.spare = min(step.spare, spare)
+                if spare < 0:
                     break
             step.returning.popleft()
             unplanned = table.disk is None and residence.any_at(Place.DISK)
@@ -264,6 +320,32 @@ class PlannedPolicy:
             fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
             actions += residence.follow([Reload(key), *fetched])
         return actions
+
+    def _note_repeated(self) -> None:
+        """Takes note of what went by a script."""
+        step, repetition, residence = self._step, self._repetition, self._residence
+        if step is None or repetition is None:
+            return
+        for memory, event, actions in repetition.unnoted():
+            step.hear(memory, residence.own)
+            self._note(event, memory)
+            if isinstance(event, Used):
+                residence.use(event.key)
+            residence.follow(actions)
+
+    def _depart(self, *, for_good: bool = False) -> None:
+        """The step does not go by its script any more. for_good: nor can what it does now be one."""
+        step, repetition = self._step, self._repetition
+        if step is None:
+            return
+        if repetition is not None:
+            self._note_repeated()
+            step.transcript = repetition.transcript()
+            if self._memory is not None:
+                step.hear(self._memory, self._residence.own)
+            self._repetition = None
+        if for_good:
+            step.transcript = None
 
     def _choose(self, step: StepUnderWay) -> None:
         """Finds the plan for a step, by what it has done so far. One that is of no known kind is recorded."""
@@ -286,6 +368,8 @@ class PlannedPolicy:
     def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
         """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
         over = self._residence.own + beside - self._room
+        if step is not None:
+            step.spare = min(step.spare, -over)
         return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
 
     def _spill(self, nbytes: int) -> list[Action]:

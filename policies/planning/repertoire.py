@@ -24,7 +24,8 @@ _log = logging.getLogger("tiered_mem.policies")
 _KEPT = 4
 # Lengths are planned for in steps of this share of the recorded one.
 _GRID = 128
-_COMPARED = 8
+# So many blocks show of which kind a step is.
+COMPARED = 8
 # Of new seconds in the mean of them and the old.
 _NEW = 0.25
 # Memory beside the blocks is planned for in steps of this share of the budget.
@@ -100,7 +101,7 @@ class Repertoire:
             return None
 
         def unlike(known: Known) -> tuple[float, bool]:
-            ratios = known.ratios(sizes[:_COMPARED])
+            ratios = known.ratios(sizes[:COMPARED])
             return _spread(ratios), max(ratios, default=1.0) > 1.01
 
         found = min(reversed(fitting), key=unlike)

@@ -57,6 +57,11 @@ class Residence:
         self._own.clear()
         self.own = 0
 
+    @property
+    def owns_any(self) -> bool:
+        """Whether blocks of the step that goes on are alive."""
+        return bool(self._own)
+
     def save(self, blocks: Iterable[tuple[int, int]]) -> list[int]:
         """Blocks are on the device. Of these, the keys of those that were leaving."""
         again = []

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
-from ..base import Dropped, Event, ExactMemory, ForwardBegin, ForwardEnd, LayerBegin, Memory, Saved, Used
+from ..base import Action, Dropped, Event, ExactMemory, ForwardBegin, ForwardEnd, LayerBegin, Memory, Saved, Used
 from .names import Name, StepNames
 from .recording import Recording
-from .repertoire import Known, Variant
+from .repertoire import COMPARED, Known, Variant
+from .script import Repetition, Transcript
 from .table import Table
 
 
@@ -24,6 +27,8 @@ class StepUnderWay:
     peak: the most bytes of all that was allocated at a time. allocated, reserved: the most that was at an event,
     and with what lay between tensors. rise: the most that came from one event to the next. exact: whether memory is
     told with all that comes and goes.
+    spare: the least room that there was at the last event for what was to be held. transcript: for a script; None
+    where it cannot be repeated.
     """
 
     number: int
@@ -41,12 +46,17 @@ class StepUnderWay:
     rise: int = 0
     exact: bool = False
     undecided: bool = False
+    spare: float = inf
+    transcript: Transcript | None = field(default_factory=Transcript)
+    _settled: bool = False
     _parted: bool = False
     _level: int | None = None
 
     def play(self, known: Known, variant: Variant, table: Table) -> None:
         self.known, self.variant, self.table = known, variant, table
         self._parted = False
+        if self._settled:
+            self.transcript = None
 
     @property
     def longer(self) -> bool:
@@ -70,12 +80,45 @@ class StepUnderWay:
         if self._level is not None and memory.peak - self._level > self.rise:
             self.rise = memory.peak - self._level
         self._level = memory.device
+        self._count(memory)
+
+    def _count(self, memory: Memory) -> None:
         if memory.peak > self.peak:
             self.peak = memory.peak
         if memory.device > self.allocated:
             self.allocated = memory.device
         if memory.reserved > self.reserved:
             self.reserved = memory.reserved
+
+    def write(self, event: Event, own: int, above: int | None, answer: Sequence[Action]) -> Repetition | None:
+        """Takes an answer down. What the step goes by from now on, if it is clear now that it repeats another.
+
+        own: the bytes of its blocks before that. above: those of the device beyond what may be taken.
+        """
+        if self.transcript is None:
+            return None
+        if above is None or self.spare < 0 or self.returning:
+            self.transcript = None
+            return None
+        try:
+            self.transcript.add(event, own, above + self.spare, answer)
+        except KeyError:
+            self.transcript = None
+            return None
+        table = self.table
+        if self._settled or table is None or len(self.sizes) < min(COMPARED, len(table.blocks)):
+            return None
+        self._settled = True
+        if table.script is None or self.exact or not table.script.begins(self.transcript):
+            return None
+        return Repetition(table.script, self.transcript)
+
+    def repeated(self, repetition: Repetition) -> None:
+        """It has ended, and went by a script to the end."""
+        standing = [*self.recording.standing[: repetition.first], *repetition.standing()]
+        self.recording = replace(repetition.script.recording, standing=standing)
+        for memory in repetition.memories:
+            self._count(memory)
 
     def take(self, event: Event, others: int | None) -> Name:
         """Records an event, and names it. others: bytes of the device beside the step's blocks."""
@@ -104,7 +147,7 @@ class StepUnderWay:
                 if block is not None and block not in recording.blocks:
                     recording.save(block, nbytes)
                     self.sizes.append(nbytes)
-                    self.undecided |= len(self.sizes) in (1, 8)
+                    self.undecided |= len(self.sizes) in (1, COMPARED)
         elif isinstance(event, LayerBegin):
             self.in_use.clear()
             if event.backward:

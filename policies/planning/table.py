@@ -11,15 +11,16 @@ from ..base import Action, Fetch, Offload, Release, Reload, Spill
 from .names import Name, StepNames
 from .plan import DiskPlan, Plan
 from .profile import Profile
+from .script import Script
 
 Step = tuple[type[Action], Name]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Table:
     """What to answer at each event of a step, by the events' names.
 
-    returns: the blocks that leave, in the order in which they come back.
+    returns: the blocks that leave, in the order in which they come back. script: a step that was played by it.
     """
 
     profile: Profile
@@ -28,6 +29,7 @@ class Table:
     names: Sequence[Name]
     blocks: Sequence[Name]
     returns: Sequence[Name] = field(init=False)
+    script: Script | None = field(default=None, init=False)
     _place: dict[Name, int] = field(init=False)
     # The bytes of the step's blocks at each position, and of all from each block's reload to its use at most.
     _own: Sequence[int] = field(init=False)
@@ -65,12 +67,12 @@ class Table:
         memory = [*map(int.__add__, own, profile.unmovable), 0]
         last = accumulate((profile.used[b] for b in in_order), max)
         windows = zip((reload[b] for b in in_order), last, strict=True)
-        object.__setattr__(self, "_own", own)
-        object.__setattr__(self, "_highest", _maxima(memory, windows))
-        object.__setattr__(self, "returns", [self.blocks[b] for b in in_order])
-        object.__setattr__(self, "_place", {block: i for i, block in enumerate(self.returns)})
-        object.__setattr__(self, "_steps", dict(steps))
-        object.__setattr__(self, "_position", {name: k for k, name in enumerate(self.names)})
+        self._own = own
+        self._highest = _maxima(memory, windows)
+        self.returns = [self.blocks[b] for b in in_order]
+        self._place = {block: i for i, block in enumerate(self.returns)}
+        self._steps = dict(steps)
+        self._position = {name: k for k, name in enumerate(self.names)}
 
     def actions(self, event: Name, names: StepNames) -> list[Action]:
         """The actions at an event, about the blocks of this step that are alive or were."""

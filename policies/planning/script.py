@@ -1,0 +1,156 @@
+"""A step that goes event by event as one before it did, and is answered as that one was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..base import Action, Dropped, Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, Memory, Saved, Used
+from .recording import Recording
+
+_Sign = tuple[Any, ...]
+_Answer = Sequence[tuple[type[Action], int]]
+
+
+class Repetition:
+    """The part of a step that has gone by a script so far. That script must begin as the step did.
+
+    memories, events: what was told since then.
+    """
+
+    def __init__(self, script: Script, begun: Transcript) -> None:
+        self.script = script
+        self.first = len(begun.lines)
+        self.memories: list[Memory] = []
+        self.events: list[Event] = []
+        self._signs = begun.signs
+        self._keys = begun.signs.keys
+        self._noted = 0
+
+    def answer(self, event: Event, memory: Memory, limit: int) -> Sequence[Action] | None:
+        """What the script has for an event; None where it has another one, or memory is not enough.
+
+        limit: the bytes that may be taken on the device.
+        """
+        try:
+            sign, _, most, answer = self.script.lines[self.first + len(self.events)]
+            if self._signs.of(event) != sign or memory.device - limit > most:
+                return None
+        except (IndexError, KeyError):
+            return None
+        self.memories.append(memory)
+        self.events.append(event)
+        keys = self._keys
+        return [action(keys[number]) for action, number in answer] if answer else ()
+
+    @property
+    def complete(self) -> bool:
+        return self.first + len(self.events) == len(self.script.lines)
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """Of all blocks of the step."""
+        return self._keys
+
+    def unnoted(self) -> Iterator[tuple[Memory, Event, Sequence[Action]]]:
+        """What was told since this was last asked, with the answers."""
+        lines = self.script.lines[self.first :]
+        for i in range(self._noted, len(self.events)):
+            self._noted = i + 1
+            actions = [action(self._keys[number]) for action, number in lines[i].answer]
+            yield self.memories[i], self.events[i], actions
+
+    def standing(self) -> list[int]:
+        """The bytes beside blocks at each event."""
+        lines = self.script.lines[self.first :]
+        return [max(0, memory.device - line.own) for memory, line in zip(self.memories, lines, strict=False)]
+
+    def transcript(self) -> Transcript:
+        """Of the step until now."""
+        return Transcript(self._signs, [*self.script.lines[: self.first + len(self.events)]])
+
+
+class _Line(NamedTuple):
+    """An event, and what was answered.
+
+    own: the bytes of the step's blocks on the device before that. most: the answer is the same while no more than
+    this is taken beyond what may be; as a rule it is below 0. answer: actions with the numbers of blocks.
+    """
+
+    sign: _Sign
+    own: int
+    most: float
+    answer: _Answer
+
+
+@dataclass(frozen=True)
+class Script:
+    """A step that went as planned. recording: of it. ends_empty: whether none of its blocks was left at its end."""
+
+    lines: Sequence[_Line]
+    recording: Recording
+    ends_empty: bool
+
+    def begins(self, begun: Transcript) -> bool:
+        """Whether it begins as a step did."""
+        pairs = zip(self.lines, begun.lines, strict=False)
+        return len(begun.lines) <= len(self.lines) and all(
+            (a.sign, a.answer) == (b.sign, b.answer) for a, b in pairs
+        )
+
+
+class _Signs:
+    """Knows the events of one step in another one: its graphs and blocks are numbered as they come.
+
+    keys: of the blocks, by number.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self._graphs: dict[int, int] = {}
+
+    def of(self, event: Event) -> _Sign:
+        """It is the same for events that mean the same. Raises KeyError for blocks that this step did not save."""
+        if isinstance(event, Used):
+            return Used, self._numbers[event.key]
+        if isinstance(event, Dropped):
+            return Dropped, *[self._numbers[key] for key in event.keys]
+        if isinstance(event, Saved):
+            blocks = [(self._number(key), nbytes) for key, nbytes in event.blocks]
+            return Saved, self._graph(event.graph), event.layer, blocks
+        if isinstance(event, LayerBegin):
+            return LayerBegin, self._graph(event.graph), event.layer, event.backward
+        if isinstance(event, LayerEnd):
+            return LayerEnd, self._graph(event.graph), event.layer
+        if isinstance(event, ForwardBegin):
+            return ForwardBegin, self._graph(event.graph), event.num_layers
+        if isinstance(event, ForwardEnd):
+            return ForwardEnd, self._graph(event.graph)
+        raise KeyError(event)
+
+    def template(self, answer: Sequence[Action]) -> _Answer:
+        """An answer without keys. Raises KeyError as `of`."""
+        return [(type(action), self._numbers[action.key]) for action in answer]
+
+    def _graph(self, graph: int) -> int:
+        return self._graphs.setdefault(graph, len(self._graphs))
+
+    def _number(self, key: int) -> int:
+        number = self._numbers.setdefault(key, len(self.keys))
+        if number == len(self.keys):
+            self.keys.append(key)
+        return number
+
+
+@dataclass
+class Transcript:
+    """What was told and answered in a step."""
+
+    signs: _Signs = field(default_factory=_Signs)
+    lines: list[_Line] = field(default_factory=list)
+
+    def add(self, event: Event, own: int, most: float, answer: Sequence[Action]) -> None:
+        """Raises KeyError where blocks of other steps are concerned."""
+        self.lines.append(_Line(self.signs.of(event), own, most, self.signs.template(answer)))
