@@ -77,7 +77,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         gc.collect()
         contest = Contest(TRAININGS[name], Link(_RATE, _RATE))
-        budget = max(contest.budget(0.4), contest.plain.peak * 7 // 10)
+        budget = max(contest.budget(0.4), contest.plain.peak * 9 // 10)
         training = TRAININGS[name]()
         training.step(0)
         lru = budget // 8

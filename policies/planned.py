@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Sequence
 from math import inf
 
@@ -341,6 +342,7 @@ class PlannedPolicy:
         if repetition is not None:
             self._note_repeated()
             step.transcript = repetition.transcript()
+            step.returning = deque(repetition.waiting())
             if self._memory is not None:
                 step.hear(self._memory, self._residence.own)
             self._repetition = None

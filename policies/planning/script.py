@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ class Repetition:
         limit: the bytes that may be taken on the device.
         """
         try:
-            sign, _, most, answer = self.script.lines[self.first + len(self.events)]
-            if self._signs.of(event) != sign or memory.device - limit > most:
+            sign, _, least, most, answer, _ = self.script.lines[self.first + len(self.events)]
+            if self._signs.of(event) != sign or not least <= memory.device - limit <= most:
                 return None
         except (IndexError, KeyError):
             return None
@@ -66,6 +66,11 @@ class Repetition:
         lines = self.script.lines[self.first :]
         return [max(0, memory.device - line.own) for memory, line in zip(self.memories, lines, strict=False)]
 
+    def waiting(self) -> list[int]:
+        """The blocks whose reload is due, and has to wait."""
+        last = self.script.lines[self.first + len(self.events) - 1]
+        return [self._keys[number] for number in last.waiting]
+
     def transcript(self) -> Transcript:
         """Of the step until now."""
         return Transcript(self._signs, [*self.script.lines[: self.first + len(self.events)]])
@@ -74,14 +79,17 @@ class Repetition:
 class _Line(NamedTuple):
     """An event, and what was answered.
 
-    own: the bytes of the step's blocks on the device before that. most: the answer is the same while no more than
-    this is taken beyond what may be; as a rule it is below 0. answer: actions with the numbers of blocks.
+    own: the bytes of the step's blocks on the device before that. least, most: the answer is the same where so many
+    bytes are taken beyond what may be; as a rule they are below 0. answer: actions with the numbers of blocks.
+    waiting: of the blocks whose reload is due, and has to wait.
     """
 
     sign: _Sign
     own: int
+    least: float
     most: float
     answer: _Answer
+    waiting: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class _Signs:
         if isinstance(event, Dropped):
             return Dropped, *[self._numbers[key] for key in event.keys]
         if isinstance(event, Saved):
-            blocks = [(self._number(key), nbytes) for key, nbytes in event.blocks]
+            blocks = [(self._new(key), nbytes) for key, nbytes in event.blocks]
             return Saved, self._graph(event.graph), event.layer, blocks
         if isinstance(event, LayerBegin):
             return LayerBegin, self._graph(event.graph), event.layer, event.backward
@@ -130,6 +138,10 @@ class _Signs:
             return ForwardEnd, self._graph(event.graph)
         raise KeyError(event)
 
+    def number(self, key: int) -> int:
+        """Of a block. Raises KeyError as `of`."""
+        return self._numbers[key]
+
     def template(self, answer: Sequence[Action]) -> _Answer:
         """An answer without keys. Raises KeyError as `of`."""
         return [(type(action), self._numbers[action.key]) for action in answer]
@@ -137,7 +149,7 @@ class _Signs:
     def _graph(self, graph: int) -> int:
         return self._graphs.setdefault(graph, len(self._graphs))
 
-    def _number(self, key: int) -> int:
+    def _new(self, key: int) -> int:
         number = self._numbers.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
@@ -151,6 +163,11 @@ class Transcript:
     signs: _Signs = field(default_factory=_Signs)
     lines: list[_Line] = field(default_factory=list)
 
-    def add(self, event: Event, own: int, most: float, answer: Sequence[Action]) -> None:
+    def add(
+        self, event: Event, own: int, between: tuple[float, float], answer: Sequence[Action], waiting: Iterable[int]
+    ) -> None:
         """Raises KeyError where blocks of other steps are concerned."""
-        self.lines.append(_Line(self.signs.of(event), own, most, self.signs.template(answer)))
+        signs = self.signs
+        self.lines.append(
+            _Line(signs.of(event), own, *between, signs.template(answer), [*map(signs.number, waiting)])
+        )

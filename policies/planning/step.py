@@ -97,11 +97,12 @@ class StepUnderWay:
         """
         if self.transcript is None:
             return None
-        if above is None or self.spare < 0 or self.returning:
-            self.transcript = None
-            return None
         try:
-            self.transcript.add(event, own, above + self.spare, answer)
+            if above is None:
+                raise KeyError
+            # Where there was no room for something, what was answered depends on each byte.
+            between = (-inf, above + self.spare) if self.spare >= 0 else (above, above)
+            self.transcript.add(event, own, between, answer, self.returning)
         except KeyError:
             self.transcript = None
             return None
