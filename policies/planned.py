@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Collection, Sequence
-from math import inf
 
 from ..sizes import format_bytes, parse_bytes
 from .base import (
@@ -13,36 +11,27 @@ from .base import (
     Dropped,
     Event,
     ExactMemory,
-    Fetch,
     ForwardBegin,
     ForwardEnd,
     HostPressure,
     LayerBegin,
     LayerEnd,
     Memory,
-    Offload,
     OnRequest,
     Refused,
-    Release,
-    Reload,
     Saved,
-    Spill,
     StepBegin,
     StepEnd,
     StepMeasured,
     Used,
 )
-from .lru import LRUPolicy
 from .planning.bound import BudgetTooSmall
 from .planning.link import Link
-from .planning.names import Name
+from .planning.player import Player
 from .planning.repertoire import Repertoire
 from .planning.report import Account, Report
-from .planning.residence import Place, Residence
-from .planning.script import Repetition, Script
 from .planning.share import StatesShare
 from .planning.step import StepUnderWay
-from .planning.table import Table
 
 _log = logging.getLogger("tiered_mem.policies")
 # Steps from one that is timed to the next, at least, for the same kind of step.
@@ -104,13 +93,10 @@ class PlannedPolicy:
         host = None if host_bytes is None else parse_bytes(host_bytes)
         self.states = StatesShare()
         self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states)
-        self._residence = Residence()
-        self._memory: Memory | None = None
-        self._step: StepUnderWay | None = None
         self._ended: dict[int, StepUnderWay] = {}
-        self._repetition: Repetition | None = None  # while the step goes by a script
-        self._lru: LRUPolicy | None = None
         self.account = Account(self._repertoire)
+        self._player = Player(self._repertoire, self.account)
+        self._player.room = self._limit
         self._overruns = 0
         self._untimed = 0  # steps since the last that was timed
         self._strays = 0  # steps since the last that was of a known kind
@@ -119,18 +105,13 @@ class PlannedPolicy:
     @property
     def resident(self) -> int:
         """The bytes of blocks that it takes to be on the device."""
-        self._note_repeated()
-        return self._residence.resident
-
-    @property
-    def _room(self) -> int:
-        """The budget, less what optimizer states have of it and what lies unused by now."""
-        return self._limit - self.states.kept
+        return self._player.resident
 
     @property
     def plans_spills(self) -> bool:
         """Whether what goes to disk follows from the plan of the step that goes on."""
-        return self._step is not None and self._step.table is not None and self._step.table.disk is not None
+        step = self._player.step
+        return step is not None and step.table is not None and step.table.disk is not None
 
     def check(self, num_layers: int) -> None:
         """Suits every model."""
@@ -141,15 +122,10 @@ class PlannedPolicy:
 
     def decide(self, event: Event) -> Sequence[Action]:
         if type(event) in _POSITIONS:  # nearly all of them
-            if (repetition := self._repetition) is not None:
-                memory, self._memory = self._memory, None
-                if memory is not None:
-                    answer = repetition.answer(event, memory, self._room)
-                    if answer is not None:
-                        return answer
-                self._memory = memory
-                self._depart()
-            return self._position(event)
+            answer = self._player.answer(event)
+            if self._player.strange:
+                self._record_strange()
+            return answer
         match event:
             case Memory():
                 self._hear(event)
@@ -163,13 +139,9 @@ class PlannedPolicy:
                     self.account.measured(ended, event)
                     self._learn(ended, seconds, stalls, out, back)
             case Refused(action):
-                self._depart(for_good=True)
-                self._residence.refused(action)
-                if self._step is not None and type(action) is Reload:
-                    self._step.returning.appendleft(action.key)
+                self._player.refused(action)
             case HostPressure(nbytes):
-                self._depart(for_good=True)
-                return self._spill(nbytes)
+                return self._player.spill(nbytes)
         return ()
 
     def _hear(self, memory: Memory) -> None:
@@ -180,31 +152,22 @@ class PlannedPolicy:
         if kept := self.states.kept:
             # What is kept of optimizer states is neither others' memory nor of the activations' budget.
             memory = type(memory)(device - kept, peak - kept, reserved - kept)
-        if self._repetition is not None and type(memory) is ExactMemory:
-            self._depart()
-        self._memory = memory
-        if self._step is not None and self._repetition is None:
-            self._step.hear(memory, self._residence.own)
+        self._player.room = self._limit - kept
+        self._player.hear(memory)
 
     def _begin(self, number: int) -> None:
         self._end()  # where nobody said so
-        self._residence.begin_step()
-        self._step = StepUnderWay(number)
+        self._player.begin(number)
 
     def _end(self) -> None:
-        step = self._step
+        step = self._player.end()
         if step is None:
             return
-        self._end_repetition(step)
-        self._step = None
         self._untimed = 0 if StepMeasured in self.asks else self._untimed + 1
         self._strays = self._strays + 1 if step.deviates else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
         self.account.ended(step)
-        if step.table is not None and step.transcript is not None and not step.deviates:
-            ends_empty = not self._residence.owns_any
-            step.table.script = Script(step.transcript.lines, step.recording, ends_empty)
         if step.table is not None and step.peak > self._budget - self.states.kept:
             self._overrun(step.peak + self.states.kept)
         if self._fragments is not None and step.reserved:
@@ -216,19 +179,10 @@ class PlannedPolicy:
         if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
 
-    def _end_repetition(self, step: StepUnderWay) -> None:
-        repetition = self._repetition
-        if repetition is None:
-            return
-        if not (repetition.complete and repetition.script.ends_empty):
-            self._depart()
-            return
-        if self._memory is not None:
-            step.hear(self._memory, 0)
-        step.repeated(repetition)
-        for key in repetition.keys:
-            self._residence.drop(key)
-        self._repetition = step.transcript = None
+    def _record_strange(self) -> None:
+        self._player.strange = False
+        if self._player.step is not None:
+            self._record(self._player.step.number)
 
     def _record(self, step: int) -> None:
         """This step is of no kind that is known."""
@@ -238,6 +192,7 @@ class PlannedPolicy:
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
         self._budget = self._limit = max(1, self._given - fragments)
+        self._player.room = self._limit - self.states.kept
         self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._overruns)))
 
     def _overrun(self, peak: int) -> None:
@@ -250,146 +205,6 @@ class PlannedPolicy:
                 format_bytes(self._budget),
                 self._overruns,
             )
-
-    def _position(self, event: Event) -> Sequence[Action]:
-        """An event of a step, or one between steps."""
-        memory, self._memory = self._memory, None
-        step, room = self._step, self._room
-        name, others, again = self._note(event, memory)
-        if step is None:
-            return self._answer(event, name, others, again)
-        own, step.spare = self._residence.own, inf
-        answer = self._answer(event, name, others, again)
-        above = None if memory is None else memory.device - room
-        self._repetition = step.write(event, own, above, answer)
-        return answer
-
-    def _note(self, event: Event, memory: Memory | None) -> tuple[Name | None, int | None, Sequence[int]]:
-        """The name of an event, the bytes beside blocks, and the blocks that are saved again and were leaving."""
-        residence = self._residence
-        again: Sequence[int] = ()
-        if isinstance(event, Saved):
-            again = residence.save(event.blocks)
-        elif isinstance(event, Dropped):
-            for key in event.keys:
-                residence.drop(key)
-        others = None if memory is None else memory.device - residence.own
-        return None if self._step is None else self._step.take(event, others), others, again
-
-    def _answer(self, event: Event, name: Name | None, others: int | None, again: Sequence[int]) -> list[Action]:
-        step, residence = self._step, self._residence
-        # What is used now comes before all that is only due.
-        actions: list[Action] = []
-        if isinstance(event, Used):
-            if residence.place(event.key) not in (Place.LEAVING, Place.SINKING):
-                actions = residence.follow([Reload(event.key)])
-            residence.use(event.key)
-        if step is not None and step.undecided:
-            self._choose(step)
-        if step is None or step.table is None or name is None:
-            actions += residence.follow(self._learning(others).decide(event))
-            if others is None:
-                return actions
-            return actions + self._guard(others + (0 if step is None else step.rise), step)
-        advice = step.table.actions(name, step.names)
-        if advice or again:
-            advice = [*map(Offload, again), *advice]
-            actions += residence.follow([each for each in advice if type(each) is not Reload])
-            step.returning += [each.key for each in advice if type(each) is Reload]
-        if others is not None:
-            actions += self._guard(step.table.beside(name, others), step)
-        if step.returning:
-            actions += self._bring_back(step, step.table, name, others or 0)
-        return actions
-
-    def _bring_back(self, step: StepUnderWay, table: Table, event: Name, others: int) -> list[Action]:
-        """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
-        residence, names = self._residence, step.names
-        actions: list[Action] = []
-        while step.returning:
-            key = step.returning[0]
-            block = names.block(key)
-            if residence.place(key) in (Place.HOST, Place.DISK):
-                own = residence.own + residence.nbytes(key)
-                spare = self._room - table.needed(event, block, own, others)
-                step.spare = min(step.spare, spare)
-                if spare < 0:
-                    break
-            step.returning.popleft()
-            unplanned = table.disk is None and residence.any_at(Place.DISK)
-            coming = table.following(block, _FETCHED_AHEAD) if unplanned else ()
-            fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
-            actions += residence.follow([Reload(key), *fetched])
-        return actions
-
-    def _note_repeated(self) -> None:
-        """Takes note of what went by a script."""
-        step, repetition, residence = self._step, self._repetition, self._residence
-        if step is None or repetition is None:
-            return
-        for memory, event, actions in repetition.unnoted():
-            step.hear(memory, residence.own)
-            self._note(event, memory)
-            if isinstance(event, Used):
-                residence.use(event.key)
-            residence.follow(actions)
-
-    def _depart(self, *, for_good: bool = False) -> None:
-        """The step does not go by its script any more. for_good: nor can what it does now be one."""
-        step, repetition = self._step, self._repetition
-        if step is None:
-            return
-        if repetition is not None:
-            self._note_repeated()
-            step.transcript = repetition.transcript()
-            step.returning = deque(repetition.waiting())
-            if self._memory is not None:
-                step.hear(self._memory, self._residence.own)
-            self._repetition = None
-        if for_good:
-            step.transcript = None
-
-    def _choose(self, step: StepUnderWay) -> None:
-        """Finds the plan for a step, by what it has done so far. One that is of no known kind is recorded."""
-        found = self._repertoire.find(step.recording.course, step.sizes, step.recording.standing[0])
-        if found is None:
-            self._record(step.number)
-        elif step.sizes:
-            step.play(*found, table := self._repertoire.table(*found))
-            self.account.chosen(table)
-            self._lru = None
-            if step.longer:
-                self._record(step.number)
-
-    def _learning(self, others: int | None) -> LRUPolicy:
-        """What decides where there is no plan."""
-        if self._lru is None:
-            self._lru = LRUPolicy(max(1, (self._room - (others or 0)) // 2))
-        return self._lru
-
-    def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
-        """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
-        over = self._residence.own + beside - self._room
-        if step is not None:
-            step.spare = min(step.spare, -over)
-        return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
-
-    def _spill(self, nbytes: int) -> list[Action]:
-        if self._lru is not None:
-            return self._residence.follow(self._lru.decide(HostPressure(nbytes)))
-        step, residence = self._step, self._residence
-        on_host = list(residence.at(Place.HOST))
-        if step is not None and step.table is not None:
-            place = step.table.place
-            names = step.names
-            on_host.sort(key=lambda key: place(names.block(key)), reverse=True)
-        actions: list[Action] = []
-        for key in (*on_host, *residence.at(Place.LEAVING)):
-            if nbytes <= 0:
-                break
-            nbytes -= residence.nbytes(key)
-            actions += residence.follow([Release(key), Spill(key)])
-        return actions
 
     def _learn(self, step: StepUnderWay, seconds: Sequence[float], stalls: float, out: float, back: float) -> None:
         missing = len(step.recording.names) - len(seconds)

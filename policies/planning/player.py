@@ -1,0 +1,248 @@
+"""Plays plans: answers the events of steps, and keeps to a budget of the device whatever comes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+
+from ..base import (
+    Action,
+    Dropped,
+    Event,
+    ExactMemory,
+    Fetch,
+    HostPressure,
+    Memory,
+    Offload,
+    Release,
+    Reload,
+    Saved,
+    Spill,
+    Used,
+)
+from ..lru import LRUPolicy
+from .names import Name
+from .repertoire import Repertoire
+from .report import Account
+from .residence import Place, Residence
+from .script import Repetition, Script
+from .step import StepUnderWay
+from .table import Table
+
+_FETCHED_AHEAD = 8
+
+
+class Player:
+    """Follows one step after another, and answers with what the plan for each has; without one as LRUPolicy does.
+
+    A step is thought about event by event, and what was answered is a script. The next one like it is only compared
+    with that, and thought about from where it differs.
+
+    step: the one that goes on. room: the bytes that it may have on the device, with all else. strange: whether it
+    has turned out to be of no known kind, or longer than any.
+    """
+
+    def __init__(self, repertoire: Repertoire, account: Account) -> None:
+        self.step: StepUnderWay | None = None
+        self.room = 0
+        self.strange = False
+        self._repertoire = repertoire
+        self._account = account
+        self._residence = Residence()
+        self._memory: Memory | None = None
+        self._repetition: Repetition | None = None
+        self._lru: LRUPolicy | None = None
+
+    @property
+    def resident(self) -> int:
+        """The bytes of blocks that it takes to be on the device."""
+        self._catch_up()
+        return self._residence.resident
+
+    def begin(self, number: int) -> None:
+        self._residence.begin_step()
+        self.step = StepUnderWay(number)
+        self.strange = False
+
+    def end(self) -> StepUnderWay | None:
+        """The step that has ended, if there was one."""
+        step, repetition = self.step, self._repetition
+        if step is None:
+            return None
+        if repetition is not None and repetition.complete and repetition.script.ends_empty:
+            if self._memory is not None:
+                step.hear(self._memory, 0)
+            step.repeated(repetition)
+            for key in repetition.keys:
+                self._residence.drop(key)
+            self._repetition = None
+        else:
+            self._depart()
+            if step.table is not None and step.transcript is not None and not step.deviates:
+                ends_empty = not self._residence.owns_any
+                step.table.script = Script(step.transcript.lines, step.recording, ends_empty)
+        self.step = step.transcript = None
+        return step
+
+    def hear(self, memory: Memory) -> None:
+        """Comes before each event."""
+        if type(memory) is ExactMemory:
+            self._depart()
+        self._memory = memory
+        if self._repetition is None and self.step is not None:
+            self.step.hear(memory, self._residence.own)
+
+    def refused(self, action: Action) -> None:
+        self._depart(for_good=True)
+        self._residence.refused(action)
+        if self.step is not None and type(action) is Reload:
+            self.step.returning.appendleft(action.key)
+
+    def answer(self, event: Event) -> Sequence[Action]:
+        """An event of a step, or one between steps."""
+        memory, repetition = self._memory, self._repetition
+        if repetition is not None:
+            answer = None if memory is None else repetition.answer(event, memory, self.room)
+            if answer is not None:
+                self._memory = None
+                return answer
+            self._depart()
+        self._memory = None
+        step = self.step
+        name, others, again = self._note(event, memory)
+        if step is None:
+            return self._think(event, name, others, again)
+        own, step.spare = self._residence.own, inf
+        answer = self._think(event, name, others, again)
+        above = None if memory is None else memory.device - self.room
+        self._repetition = step.write(event, own, above, answer)
+        return answer
+
+    def spill(self, nbytes: int) -> list[Action]:
+        """Sends so many bytes of the host on to disk."""
+        self._depart(for_good=True)
+        if self._lru is not None:
+            return self._residence.follow(self._lru.decide(HostPressure(nbytes)))
+        step, residence = self.step, self._residence
+        on_host = list(residence.at(Place.HOST))
+        if step is not None and step.table is not None:
+            place = step.table.place
+            names = step.names
+            on_host.sort(key=lambda key: place(names.block(key)), reverse=True)
+        actions: list[Action] = []
+        for key in (*on_host, *residence.at(Place.LEAVING)):
+            if nbytes <= 0:
+                break
+            nbytes -= residence.nbytes(key)
+            actions += residence.follow([Release(key), Spill(key)])
+        return actions
+
+    def _note(self, event: Event, memory: Memory | None) -> tuple[Name | None, int | None, Sequence[int]]:
+        """The name of an event, the bytes beside blocks, and the blocks that are saved again and were leaving."""
+        residence = self._residence
+        again: Sequence[int] = ()
+        if isinstance(event, Saved):
+            again = residence.save(event.blocks)
+        elif isinstance(event, Dropped):
+            for key in event.keys:
+                residence.drop(key)
+        others = None if memory is None else memory.device - residence.own
+        return None if self.step is None else self.step.take(event, others), others, again
+
+    def _think(self, event: Event, name: Name | None, others: int | None, again: Sequence[int]) -> list[Action]:
+        step, residence = self.step, self._residence
+        # What is used now comes before all that is only due.
+        actions: list[Action] = []
+        if isinstance(event, Used):
+            if residence.place(event.key) not in (Place.LEAVING, Place.SINKING):
+                actions = residence.follow([Reload(event.key)])
+            residence.use(event.key)
+        if step is not None and step.undecided:
+            self._choose(step)
+        if step is None or step.table is None or name is None:
+            actions += residence.follow(self._learning(others).decide(event))
+            if others is None:
+                return actions
+            return actions + self._guard(others + (0 if step is None else step.rise), step)
+        advice = step.table.actions(name, step.names)
+        if advice or again:
+            advice = [*map(Offload, again), *advice]
+            actions += residence.follow([each for each in advice if type(each) is not Reload])
+            step.returning += [each.key for each in advice if type(each) is Reload]
+        if others is not None:
+            actions += self._guard(step.table.beside(name, others), step)
+        if step.returning:
+            actions += self._bring_back(step, step.table, name, others or 0)
+        return actions
+
+    def _bring_back(self, step: StepUnderWay, table: Table, event: Name, others: int) -> list[Action]:
+        """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
+        residence, names = self._residence, step.names
+        actions: list[Action] = []
+        while step.returning:
+            key = step.returning[0]
+            block = names.block(key)
+            if residence.place(key) in (Place.HOST, Place.DISK):
+                own = residence.own + residence.nbytes(key)
+                spare = self.room - table.needed(event, block, own, others)
+                step.spare = min(step.spare, spare)
+                if spare < 0:
+                    break
+            step.returning.popleft()
+            unplanned = table.disk is None and residence.any_at(Place.DISK)
+            coming = table.following(block, _FETCHED_AHEAD) if unplanned else ()
+            fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
+            actions += residence.follow([Reload(key), *fetched])
+        return actions
+
+    def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
+        """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
+        over = self._residence.own + beside - self.room
+        if step is not None:
+            step.spare = min(step.spare, -over)
+        return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
+
+    def _learning(self, others: int | None) -> LRUPolicy:
+        """What decides where there is no plan."""
+        if self._lru is None:
+            self._lru = LRUPolicy(max(1, (self.room - (others or 0)) // 2))
+        return self._lru
+
+    def _choose(self, step: StepUnderWay) -> None:
+        """Finds the plan for a step, by what it has done so far."""
+        found = self._repertoire.find(step.recording.course, step.sizes, step.recording.standing[0])
+        if found is None:
+            self.strange = True
+        elif step.sizes:
+            step.play(*found, table := self._repertoire.table(*found))
+            self._account.chosen(table)
+            self._lru = None
+            self.strange = step.longer
+
+    def _catch_up(self) -> None:
+        """Takes note of what went by a script."""
+        step, repetition, residence = self.step, self._repetition, self._residence
+        if step is None or repetition is None:
+            return
+        for memory, event, actions in repetition.unnoted():
+            step.hear(memory, residence.own)
+            self._note(event, memory)
+            if isinstance(event, Used):
+                residence.use(event.key)
+            residence.follow(actions)
+
+    def _depart(self, *, for_good: bool = False) -> None:
+        """The step does not go by its script any more. for_good: nor can what it does now be one."""
+        step, repetition = self.step, self._repetition
+        if step is None:
+            return
+        if repetition is not None:
+            self._catch_up()
+            step.transcript = repetition.transcript()
+            step.returning = deque(repetition.waiting())
+            if self._memory is not None:
+                step.hear(self._memory, self._residence.own)
+            self._repetition = None
+        if for_good:
+            step.transcript = None
