@@ -1,0 +1,138 @@
+"""A step that goes as one before it is answered from what that one was: the same, and with little work."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from types import FrameType
+
+import pytest
+
+from tests.policies.planned import gpt, planned
+from tests.policies.simulated.machine import Machine, Outcome
+from tests.policies.simulated.random_steps import KINDS, LINK, MIB
+from tests.policies.simulated.steps import Allocate, Compute, Drop, Step, budget_between, profile
+from tiered_mem.policies import Action, Event, ForwardEnd, HostPressure, LayerBegin, PlannedPolicy, StepBegin
+from tiered_mem.policies.base import OnRequest
+
+
+class Thinking:
+    """A planned policy that has no script to go by: it was told of pressure in each step."""
+
+    gather_bytes = 1
+
+    def __init__(self, policy: PlannedPolicy) -> None:
+        self.policy = policy
+        self.check = policy.check
+
+    @property
+    def asks(self) -> Collection[type[OnRequest]]:
+        return self.policy.asks
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        answer = self.policy.decide(event)
+        if isinstance(event, StepBegin):
+            assert not self.policy.decide(HostPressure(0))
+        return answer
+
+
+def changed(step: Step, rng: random.Random) -> Step:
+    """The step, or one that differs in one thing from some place on."""
+    code, blocks = list(step.code), list(step.blocks)
+    match rng.randrange(8):
+        case 0:
+            code.insert(rng.randrange(len(code)), Allocate(rng.choice([-1, 1]) * rng.randrange(64 * MIB)))
+        case 1:
+            code.insert(rng.randrange(len(code)), Compute(0.0, rng.randrange(512 * MIB)))
+        case 2:
+            place = rng.choice([place for place, each in enumerate(code) if isinstance(each, Drop)])
+            code.append(code.pop(place))
+        case 3 if len(blocks) > 8:
+            place = rng.randrange(8, len(blocks))
+            blocks[place] = replace(blocks[place], nbytes=blocks[place].nbytes + rng.choice([-1, 1]) * MIB // 2)
+        case 4:
+            return step.scaled(rng.choice([0.5, 0.75]))
+        case 5:
+            place = rng.choice([place for place, each in enumerate(code) if isinstance(each, LayerBegin)])
+            code.insert(place, code[place])
+    return Step(blocks, code)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_are_those_of_a_policy_that_thinks(kind: str, seed: int) -> None:
+    rng = random.Random(seed)
+    step = KINDS[kind](seed)
+    budget = budget_between(profile(step), rng.choice([0.1, 0.5]))
+    capacity = rng.choice([None, budget])
+    made = [PlannedPolicy(budget, LINK) for _ in range(2)]
+    machines = [Machine(made[0], LINK, capacity=capacity), Machine(Thinking(made[1]), LINK, capacity=capacity)]
+    now = step
+    for number in range(15):
+        if number % 3 == 2:
+            now = changed(step, rng)
+        places = range(len(now.code))
+        lost = range(rng.choice(places), len(places)) if number > 4 and rng.random() < 0.2 else ()
+        now = changed(now, rng) if number % 3 == 1 else now
+        outcomes = [machine.run(now, lost=lost) for machine in machines]
+        assert told(outcomes[0]) == told(outcomes[1]), number
+        assert made[0].resident == made[1].resident
+        if number % 3 == 0:
+            for machine in machines:
+                for key in list(machine.blocks):
+                    machine.drop(key)
+                machine.allocate(-machine.level)
+
+
+def test_answers_for_want_of_room_are_given_again_for_the_same_memory_alone() -> None:
+    step = gpt(layers=12, size=16 * MIB)
+    policy, budget = planned(step, 0.3)
+    thinking = PlannedPolicy(budget, LINK)
+    machines = [Machine(policy, LINK), Machine(Thinking(thinking), LINK)]
+    middle = next(place for place, each in enumerate(step.code) if isinstance(each, ForwardEnd))
+    tight = Step(step.blocks, [*step.code[:middle], Allocate(24 * MIB), *step.code[middle:], Allocate(-24 * MIB)])
+    steps = [step, tight]
+    for place in range(middle, len(tight.code), 7):
+        other = [*tight.code[:place], Allocate(-9 * MIB), *tight.code[place:], Allocate(9 * MIB)]
+        steps += [tight, tight, Step(step.blocks, other)]
+    for number, each in enumerate(steps):
+        outcomes = [machine.run(each) for machine in machines]
+        assert told(outcomes[0]) == told(outcomes[1]), number
+
+
+def told(outcome: Outcome) -> list[tuple[Event, list[Action]]]:
+    return [(event, list(answer)) for event, answer in outcome.log]
+
+
+class Calls:
+    """How often policies called a function of theirs inside."""
+
+    def __enter__(self) -> Calls:
+        self.count = 0
+        sys.setprofile(self._see)
+        return self
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        self.count += event == "call" and "policies" in path and "tests" not in path
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+def test_a_step_like_the_last_one_is_only_compared_with_it() -> None:
+    step = gpt(layers=40)
+    policy, _ = planned(step)
+    machine = Machine(policy, LINK)
+    other = Step(step.blocks, list(step.code))
+    other.code.append(other.code.pop(next(place for place, each in enumerate(step.code) if isinstance(each, Drop))))
+    counts = []
+    for each in (step, step, step, step, other, other, other):
+        with Calls() as calls:
+            outcome = machine.run(each)
+        counts.append(calls.count / len(outcome.log))
+    thought, like = counts[1], (*counts[2:4], *counts[5:])
+    assert max(like) < min(12, thought / 3)
+    assert counts[4] > thought / 2  # it differs from its first backward on
