@@ -67,8 +67,14 @@ def seconds(training: Training, policy: Policy, steps: int) -> list[tuple[float,
 def main() -> None:
     os.environ["TIERED_MEM_HOST_LIMIT"] = _HOST
     ascend_emulator.start(
-        hbm_bytes="400GiB", host_bytes=_HOST, clock="910b3", dry=True, schedule="eager", races=False,
-        h2d_bytes_per_s=_RATE, d2h_bytes_per_s=_RATE,
+        hbm_bytes="400GiB",
+        host_bytes=_HOST,
+        clock="910b3",
+        dry=True,
+        schedule="eager",
+        races=False,
+        h2d_bytes_per_s=_RATE,
+        d2h_bytes_per_s=_RATE,
     )
     logging.getLogger("tiered_mem").setLevel(logging.ERROR)
     from benchmarks.planned.contest import Contest

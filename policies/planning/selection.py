@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush, heapreplace
 
 from .moments import Moments
@@ -38,7 +39,10 @@ class Selector:
         for rank, b in enumerate(self._ranked):
             self._rank[b] = rank
         self._backward = backward
-        self._lower = _next_lower(moments.full)
+
+    @cached_property
+    def _lower(self) -> list[int]:
+        return _next_lower(self._moments.full)
 
     def select(self, ready: Sequence[float], back: Sequence[int], stays: Collection[int] = ()) -> Selection:
         """The blocks that leave.
@@ -49,8 +53,8 @@ class Selector:
         Of the blocks whose copy has ended, that one goes which is used last. Where there is none, the device waits
         for the copy that ends first. Where there is none of these either, what shall be back comes later.
         """
-        moments, rank, ranked = self._moments, self._rank, self._ranked
-        clock, nbytes, saved = moments.clock, moments.nbytes, moments.saved
+        moments, rank, ranked, backward = self._moments, self._rank, self._ranked, self._backward
+        clock, nbytes, saved, used = moments.clock, moments.nbytes, moments.saved, moments.used
         back = list(back)
         due = [0] * (len(moments) + 1)  # bytes that come back, by moment
         young: list[tuple[float, int]] = []  # blocks by the end of their copy
@@ -73,20 +77,21 @@ class Selector:
             while excess > 0:
                 if ripe:
                     b = ranked[heappop(ripe)]
-                    if ripe and self._enough(excess, b, ranked[ripe[0]]):
-                        b = ranked[heapreplace(ripe, rank[b])]
+                    if ripe and nbytes[smaller := ranked[ripe[0]]] >= excess and backward[smaller] == backward[b]:
+                        heapreplace(ripe, rank[b])  # a block of the same layer that is smaller does as well
+                        b = smaller
                 elif young:
                     _, b = heappop(young)
                 elif (last := early.last_used(g)) is not None:
                     b = last
-                    back[b] = min(self._lower[g], moments.used[b])
+                    back[b] = min(self._lower[g], used[b])
                 else:
                     break
                 if back[b] <= g:
                     early.stay(b)
                     continue
                 release.setdefault(b, g)
-                if back[b] < moments.used[b]:
+                if back[b] < used[b]:
                     early.add(b, back[b])
                 due[back[b]] += nbytes[b]
                 away += nbytes[b]
@@ -94,10 +99,6 @@ class Selector:
             if excess > over:
                 over = excess
         return Selection(release, back, over)
-
-    def _enough(self, excess: int, b: int, smaller: int) -> bool:
-        """Whether a block of the same layer that is smaller does as well."""
-        return self._moments.nbytes[smaller] >= excess and self._backward[b] == self._backward[smaller]
 
 
 def _next_lower(values: Sequence[int]) -> list[int]:
