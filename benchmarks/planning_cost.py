@@ -1,17 +1,23 @@
-"""What policy="auto" costs the host: planning, deciding, and recording.
+"""What policy="auto" costs: planning and deciding the host, and recording and timing the step.
 
     python -m benchmarks.planning_cost
 
-No device is needed. Times are the calling thread's own, and medians. A plan is made for training steps of 400 and
-of 5,000 blocks, of which half have to leave. A decision is the mean over all events of a step that plays a plan,
-with the word about memory before each, beside LayerOrderPolicy's over the events that it is told.
+Plans and decisions need no device. Their times are those of the calling thread, the best of so many rounds, as other
+work slows them down. Plans are made for training steps of 400 and of 5,000 blocks, within four budgets on four
+links; the median of these sixteen counts, and the worst is told. A decision is the mean over all events of a step
+that goes by a plan, with the word about memory before each, beside LayerOrderPolicy's over the events that it is
+told. Recording and timing are the shares by which a step of a training is longer, on the modelled clock
+(benchmarks/recording_cost.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -27,15 +33,19 @@ from tiered_mem.policies.planning import plan
 MIB = 1 << 20
 LINK = Link(50e9, 50e9)
 BLOCKS_OF_A_LAYER = 12
+BUDGETS = (0.75, 0.5, 0.25, 0.1)  # of the way from the least possible to all that the step takes
+RATES = (53e9, 50e9, 25e9, 10e9)  # as in benchmarks.planned
+NOTHING = "nothing"
+LEARNING = 2  # steps until one goes by a plan that another one has gone by
 
 
 class Timed:
-    """A policy, and the seconds that the calling thread took for its answers."""
+    """A policy, and the seconds that the calling thread took for its answers. calls: how many these were."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.seconds = 0.0
-        self.events = 0
+        self.calls = 0
 
     @property
     def asks(self) -> Collection[type[Event]]:
@@ -48,7 +58,7 @@ class Timed:
         begun = time.thread_time()
         answer = self._policy.decide(event)
         self.seconds += time.thread_time() - begun
-        self.events += 1
+        self.calls += 1
         return answer
 
 
@@ -57,31 +67,46 @@ def step_of(layers: int) -> Step:
     return build([layer] * layers, [4 * MIB] * layers)
 
 
-def planning(blocks: int, rounds: int) -> float:
-    """Milliseconds of one plan, with its passes over the profile."""
+def planning(blocks: int, rounds: int) -> list[float]:
+    """Milliseconds of a plan, with its passes over the profile: of each budget on each link."""
     known = profile(step_of(blocks // BLOCKS_OF_A_LAYER))
-    budget = budget_between(known, 0.5)
-    found = []
+    cells = [(budget_between(known, share), Link(rate, rate)) for share in BUDGETS for rate in RATES]
+    best = [float("inf")] * len(cells)
     for _ in range(rounds):
-        known.__dict__.pop("moments", None)  # it is made once for a profile
-        begun = time.thread_time()
-        plan(known, budget, LINK)
-        found.append(time.thread_time() - begun)
-    return 1e3 * statistics.median(found)
+        for number, (budget, link) in enumerate(cells):
+            known.__dict__.pop("moments", None)  # it is made once for a profile
+            begun = time.thread_time()
+            plan(known, budget, link)
+            best[number] = min(best[number], time.thread_time() - begun)
+    return [1e3 * seconds for seconds in best]
 
 
-def deciding(policy: Policy, step: Step, rounds: int) -> list[tuple[float, int]]:
-    """Of each step: the seconds of its decisions, and the number of events that are no word about memory."""
-    timed = Timed(policy)
-    machine = Machine(timed, LINK)
-    found = []
-    for _ in range(rounds):
-        timed.seconds, timed.events = 0.0, 0
-        gc.disable()  # the machine's garbage, not the policy's
-        outcome = machine.run(step)
-        gc.enable()
-        found.append((timed.seconds, len(outcome.log)))
-    return found
+def deciding(policies: dict[str, Policy], step: Step, rounds: int) -> dict[str, float]:
+    """Microseconds of a decision, without the clock. A policy that does nothing has to be among them."""
+    timed = {name: Timed(policy) for name, policy in policies.items()}
+    machines = {name: Machine(each, LINK) for name, each in timed.items()}
+    best = dict.fromkeys(policies, float("inf"))
+    calls: dict[str, int] = {}
+    events: dict[str, int] = {}
+    for number in range(rounds + LEARNING):
+        for name, each in timed.items():
+            each.seconds, each.calls = 0.0, 0
+            gc.disable()  # the machine's garbage, not the policy's
+            outcome = machines[name].run(step)
+            gc.enable()
+            if number >= LEARNING:
+                best[name] = min(best[name], each.seconds)
+                calls[name], events[name] = each.calls, len(outcome.log)
+    clock = best[NOTHING] / calls[NOTHING]
+    return {name: 1e6 * (best[name] - clock * calls[name]) / events[name] for name in policies}
+
+
+def recording(models: Sequence[str]) -> dict[str, float]:
+    """Percent by which a recorded step is longer, and a timed one, by model."""
+    command = [sys.executable, "-m", "benchmarks.recording_cost", *models]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    return {f"a {kind} step, {model}, %": 100 * of[kind] for model, of in found.items() for kind in of}
 
 
 def main() -> None:
@@ -91,27 +116,27 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=15, help="of each measurement (default: 15)")
+    parser.add_argument("--models", nargs="*", default=["gpt-8", "vit-h"], help="that are recorded and timed")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     step = step_of(400 // BLOCKS_OF_A_LAYER)
     budget = budget_between(profile(step), 0.5)
-    found = {}
-    clock = deciding(Nothing(), step, options.rounds)
-    base = statistics.median(seconds / events for seconds, events in clock)
-    policies = {"planned": PlannedPolicy(budget, LINK), "layer order": LayerOrderPolicy(), "lru": LRUPolicy(budget)}
-    for name, policy in policies.items():
-        steps = deciding(policy, step, options.rounds)
-        found[name] = steps
-    each = {
-        name: 1e6 * (statistics.median(seconds / events for seconds, events in steps[2:]) - base)
-        for name, steps in found.items()
+    policies: dict[str, Policy] = {
+        NOTHING: Nothing(),
+        "planned": PlannedPolicy(budget, LINK),
+        "layer order": LayerOrderPolicy(),
+        "lru": LRUPolicy(budget),
     }
-    figures = {
-        "a plan of 400 blocks, ms": planning(400, options.rounds),
-        "a plan of 5,000 blocks, ms": planning(5000, options.rounds),
-        **{f"a decision, {name}, us": us for name, us in each.items()},
-        "a decision beyond layer order's, us": each["planned"] - each["layer order"],
-    }
+    each = deciding(policies, step, options.rounds)
+    del each[NOTHING]
+    figures = {}
+    for blocks in (400, 5000):
+        found = planning(blocks, options.rounds)
+        figures[f"a plan of {blocks:,} blocks, ms"] = statistics.median(found)
+        figures[f"a plan of {blocks:,} blocks, worst, ms"] = max(found)
+    figures |= {f"a decision, {name}, us": us for name, us in each.items()}
+    figures["a decision beyond layer order's, us"] = each["planned"] - each["layer order"]
+    figures |= recording(options.models)
     report(figures, Console(), options.json)
 
 

@@ -1,8 +1,9 @@
-"""What it costs a training to be recorded and timed for policy="auto": `python -m benchmarks.recording_cost MODEL...`.
+"""What it costs a training to be recorded and timed: `python -m benchmarks.recording_cost MODEL...`.
 
-On the modelled clock of a dry run, so that it is the same on each machine. A recorded step is set beside the same one
-under the same LRUPolicy that asks for nothing, and a step of a plan that is timed beside those that are not. From an
-idle device to an idle device. Writes one line of JSON: the shares by which they are longer, by model.
+On the modelled clock of a dry run, so that it is the same on each machine. A recorded step is set beside the same
+one under the same LRUPolicy that asks for nothing. A timed step, with the reading of its times, is set beside the
+others of the same plan. Each step is from an idle device to an idle device. Writes a line of JSON: by model the
+shares by which they are longer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import ascend_emulator
 
+from benchmarks.planned.links import LINKS
 from tiered_mem.policies import Link, LRUPolicy, PlannedPolicy, Policy
 from tiered_mem.policies.base import ExactMemory, OnRequest, Refused, StepBegin, StepEnd, StepMeasured, Used
 
@@ -24,29 +26,25 @@ if TYPE_CHECKING:
     from benchmarks.planned.trainings import Training
 
 _HOST = "1TiB"
-_RATE = 25_000_000_000
-_GIB = 1 << 30
-_STEPS = 10
+_SHARE = 0.5  # of the way from the least that a plan can keep to what the plain step takes
+_CYCLE = 4  # steps from one that is timed to the next
 
 
-class GatheringLRU(LRUPolicy):
-    """Is told of each block at once."""
+class Unrecorded(LRUPolicy):
+    """Is told of each block and of each use at once, as who records."""
 
     gather_bytes = 1
+    asks: Collection[type[OnRequest]] = (Used,)
 
 
-class RecordedLRU(GatheringLRU):
+class Recorded(Unrecorded):
     """Is told all that a step is recorded by."""
 
-    asks: Collection[type[OnRequest]] = (Used, StepBegin, StepEnd, ExactMemory, StepMeasured, Refused)
+    asks = (Used, StepBegin, StepEnd, ExactMemory, StepMeasured, Refused)
 
 
-class Times:
-    """Whether each step of a planned policy was timed, and then its seconds."""
-
-
-def seconds(training: Training, policy: Policy, steps: int) -> list[tuple[float, bool]]:
-    """Of each step, from an idle device to an idle device, and whether it was timed to its end."""
+def seconds(training: Training, policy: Policy, steps: int) -> list[float]:
+    """Of each step."""
     import torch
 
     from tiered_mem import TieringManager
@@ -58,41 +56,46 @@ def seconds(training: Training, policy: Policy, steps: int) -> list[tuple[float,
             torch.npu.synchronize()
             began = ascend_emulator.now()
             training.step(number)
-            timed = StepMeasured in getattr(policy, "asks", ())
             torch.npu.synchronize()
-            found.append((ascend_emulator.now() - began, timed))
+            found.append(ascend_emulator.now() - began)
     return found
 
 
-def main() -> None:
-    os.environ["TIERED_MEM_HOST_LIMIT"] = _HOST
-    ascend_emulator.start(
-        hbm_bytes="400GiB",
-        host_bytes=_HOST,
-        clock="910b3",
-        dry=True,
-        schedule="eager",
-        races=False,
-        h2d_bytes_per_s=_RATE,
-        d2h_bytes_per_s=_RATE,
-    )
-    logging.getLogger("tiered_mem").setLevel(logging.ERROR)
+def shares(name: str, link: Link) -> dict[str, float]:
     from benchmarks.planned.contest import Contest
     from benchmarks.planned.trainings import TRAININGS
 
-    for name in sys.argv[1:]:
-        gc.collect()
-        contest = Contest(TRAININGS[name], Link(_RATE, _RATE))
-        budget = max(contest.budget(0.4), contest.plain.peak * 9 // 10)
-        training = TRAININGS[name]()
-        training.step(0)
-        lru = budget // 8
-        plain = seconds(training, GatheringLRU(lru), 3)
-        recorded = seconds(training, RecordedLRU(lru), 3)
-        auto = seconds(training, PlannedPolicy(budget, Link(_RATE, _RATE)), _STEPS)
-        print(name, len(contest.recording.names), len(contest.recording.blocks), contest.plain.seconds)
-        print([s for s, _ in plain], [s for s, _ in recorded])
-        print([(round(s * 1e3, 3), t) for s, t in auto])
+    contest = Contest(TRAININGS[name], link)
+    budget = contest.budget(_SHARE)
+    kept = (budget - contest.profile.standing[0]) // 2
+    del contest  # its training would count
+    gc.collect()
+    planned = seconds(TRAININGS[name](), PlannedPolicy(budget, link), 4 * _CYCLE)[-_CYCLE:]
+    gc.collect()
+    training = TRAININGS[name]()
+    # What a step has cost is read when the next one begins.
+    _, *plain = seconds(training, Unrecorded(kept), 3)
+    _, *recorded = seconds(training, Recorded(kept), 3)
+    timed = sum(planned) - _CYCLE * min(planned)
+    return {"recorded": sum(recorded) / sum(plain) - 1, "timed": timed / min(planned)}
+
+
+def main() -> None:
+    os.environ["TIERED_MEM_HOST_LIMIT"] = _HOST  # what the modelled server has, and not this machine
+    there = LINKS["910b-25"]
+    ascend_emulator.start(
+        hbm_bytes="400GiB",
+        host_bytes=_HOST,
+        clock=there.chip,
+        dry=True,
+        schedule="eager",
+        races=False,
+        h2d_bytes_per_s=int(there.back),
+        d2h_bytes_per_s=int(there.out),
+    )
+    logging.getLogger("tiered_mem").setLevel(logging.ERROR)
+    link = Link(there.out, there.back)
+    print(json.dumps({name: shares(name, link) for name in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

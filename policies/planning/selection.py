@@ -59,7 +59,11 @@ class Selector:
         due = [0] * (len(moments) + 1)  # bytes that come back, by moment
         young: list[tuple[float, int]] = []  # blocks by the end of their copy
         ripe: list[int] = []  # ranks of the blocks whose copy has ended
-        early = _Early(moments.used)
+        # Of blocks that shall be back before their use, and of those that are or stay until then, last used first:
+        # as one number, whose rest is the block.
+        coming: list[int] = []
+        there: list[int] = []
+        count = len(nbytes)
         release: dict[int, int] = {}
         known = away = over = 0
         for g, beyond in enumerate(self._excess):
@@ -82,17 +86,20 @@ class Selector:
                         b = smaller
                 elif young:
                     _, b = heappop(young)
-                elif (last := early.last_used(g)) is not None:
-                    b = last
-                    back[b] = min(self._lower[g], used[b])
                 else:
-                    break
+                    while coming and coming[0] < (g + 1) * count:
+                        b = heappop(coming) % count
+                        heappush(there, b - used[b] * count)
+                    if not there or used[there[0] % count] <= g:
+                        break
+                    b = heappop(there) % count
+                    back[b] = min(self._lower[g], used[b])
                 if back[b] <= g:
-                    early.stay(b)
+                    heappush(there, b - used[b] * count)
                     continue
                 release.setdefault(b, g)
                 if back[b] < used[b]:
-                    early.add(b, back[b])
+                    heappush(coming, back[b] * count + b)
                 due[back[b]] += nbytes[b]
                 away += nbytes[b]
                 excess -= nbytes[b]
@@ -110,27 +117,3 @@ def _next_lower(values: Sequence[int]) -> list[int]:
             lower[higher.pop()] = place
         higher.append(place)
     return lower
-
-
-class _Early:
-    """The blocks that are to be back before their use, or to stay on the device from then on."""
-
-    def __init__(self, used: Sequence[int]) -> None:
-        self._used = used
-        self._coming: list[tuple[int, int]] = []
-        self._back: list[tuple[int, int]] = []
-
-    def add(self, b: int, back: int) -> None:
-        heappush(self._coming, (back, b))
-
-    def stay(self, b: int) -> None:
-        heappush(self._back, (-self._used[b], b))
-
-    def last_used(self, g: int) -> int | None:
-        """Takes out the one that is used last, of those that are back at moment g and not used yet."""
-        while self._coming and self._coming[0][0] <= g:
-            _, b = heappop(self._coming)
-            heappush(self._back, (-self._used[b], b))
-        if self._back and -self._back[0][0] > g:
-            return heappop(self._back)[1]
-        return None
