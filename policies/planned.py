@@ -97,7 +97,7 @@ class PlannedPolicy:
         self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states)
         self._ended: dict[int, StepUnderWay] = {}
         self.account = Account(self._repertoire)
-        self._player = Player(self._repertoire, self.account)
+        self._player = Player(self._repertoire)
         self._player.room = self._limit
         self._overruns = 0
         self._untimed = 0  # steps since the last that was timed
@@ -125,8 +125,8 @@ class PlannedPolicy:
     def decide(self, event: Event) -> Sequence[Action]:
         if type(event) in _POSITIONS:  # nearly all of them
             answer = self._player.answer(event)
-            if self._player.strange:
-                self._record_strange()
+            if self._player.decided:
+                self._decided()
             return answer
         match event:
             case Memory():
@@ -181,10 +181,14 @@ class PlannedPolicy:
         if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
 
-    def _record_strange(self) -> None:
-        self._player.strange = False
-        if self._player.step is not None:
-            self._record(self._player.step.number)
+    def _decided(self) -> None:
+        """It is clear now what the step is."""
+        self._player.decided = False
+        step = self._player.step
+        if step is not None and step.table is not None:
+            self.account.chosen(step.table)
+        if step is not None and self._player.strange:
+            self._record(step.number)
 
     def _record(self, step: int) -> None:
         """This step is of no kind that is known."""

@@ -74,7 +74,7 @@ SHELF = code("shelf", "fixed_slots")
 OPTIMIZER = ("pipeline", "states", "buckets", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 PLANS = {"_copies_end": "ready", "_running_maxima": "{0}", "_guard": "[]"}
-PLANNING = [*code("planner", "reloads", folder="policies/planning/"), *code("planned", folder="policies/")]
+PLANNING = [*code("planner", "reloads", folder="policies/planning/"), *code("player", folder="policies/planning/")]
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts", "interrupt_sweep")
 SUBJECTS = (
     Subject(code("transfer", "host_tier", "manager"), (*found_by(*BLOCKS, *SAVED, "spilling"), *OPTIMIZER_TESTS)),

@@ -62,8 +62,8 @@ class Device:
         # What get_npu_format() asks, in half of its time.
         self._npu_format = torch.ops.npu.get_npu_format.default if kind == "npu" else None
         self.torch_device = torch.device(kind, self._number) if self._module else torch.device(kind)
-        # torch_npu's elapsed_time() first drains its queue of work, and then waits for both events, though they have
-        # passed: a wait of the host for each time that is read.
+        # torch_npu's elapsed_time() first drains its queue of work, and then waits for both events, though they
+        # have passed: waits of the host for each time that is read.
         self._acl = AclRuntime() if kind == "npu" else None
         self._probe: Stream | None = None
         # The stream on which the caller's thread issues its work now. Each tensor that is saved asks for it, and

@@ -24,7 +24,6 @@ from ..base import (
 from ..lru import LRUPolicy
 from .names import Name
 from .repertoire import Repertoire
-from .report import Account
 from .residence import Place, Residence
 from .script import Repetition, Script
 from .step import StepUnderWay
@@ -39,16 +38,15 @@ class Player:
     A step is thought about event by event, and what was answered is a script. The next one like it is only compared
     with that, and thought about from where it differs.
 
-    step: the one that goes on. room: the bytes that it may have on the device, with all else. strange: whether it
-    has turned out to be of no known kind, or longer than any.
+    step: the one that goes on. room: the bytes that it may have on the device, with all else. decided: whether it
+    has become clear what it is. strange: that it is of no known kind, or longer than any.
     """
 
-    def __init__(self, repertoire: Repertoire, account: Account) -> None:
+    def __init__(self, repertoire: Repertoire) -> None:
         self.step: StepUnderWay | None = None
         self.room = 0
-        self.strange = False
+        self.decided = self.strange = False
         self._repertoire = repertoire
-        self._account = account
         self._residence = Residence()
         self._memory: Memory | None = None
         self._repetition: Repetition | None = None
@@ -63,17 +61,17 @@ class Player:
     def begin(self, number: int) -> None:
         self._residence.begin_step()
         self.step = StepUnderWay(number)
-        self.strange = False
 
     def end(self) -> StepUnderWay | None:
         """The step that has ended, if there was one."""
         step, repetition = self.step, self._repetition
         if step is None:
             return None
-        if repetition is not None and repetition.complete and repetition.script.ends_empty:
+        recording = None if step.table is None else step.table.recording
+        if repetition is not None and recording is not None and repetition.empty:
             if self._memory is not None:
                 step.hear(self._memory, 0)
-            step.repeated(repetition)
+            step.repeated(repetition, recording)
             for key in repetition.keys:
                 self._residence.drop(key)
             self._repetition = None
@@ -81,7 +79,8 @@ class Player:
             self._depart()
             if step.table is not None and step.transcript is not None and not step.deviates:
                 ends_empty = not self._residence.owns_any
-                step.table.script = Script(step.transcript.lines, step.recording, ends_empty)
+                step.table.script = Script(step.transcript.lines, ends_empty)
+                step.table.recording = step.recording
         self.step = step.transcript = None
         return step
 
@@ -212,13 +211,11 @@ class Player:
     def _choose(self, step: StepUnderWay) -> None:
         """Finds the plan for a step, by what it has done so far."""
         found = self._repertoire.find(step.recording.course, step.sizes, step.recording.standing[0])
-        if found is None:
-            self.strange = True
-        elif step.sizes:
-            step.play(*found, table := self._repertoire.table(*found))
-            self._account.chosen(table)
+        if found is not None and step.sizes:
+            step.play(*found, self._repertoire.table(*found))
             self._lru = None
-            self.strange = step.longer
+        self.decided = found is None or bool(step.sizes)
+        self.strange = found is None or step.longer
 
     def _catch_up(self) -> None:
         """Takes note of what went by a script."""

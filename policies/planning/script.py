@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..base import Action, Dropped, Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, Memory, Saved, Used
-from .recording import Recording
 
 _Sign = tuple[Any, ...]
 _Answer = Sequence[tuple[type[Action], int]]
@@ -20,7 +19,7 @@ class Repetition:
     """
 
     def __init__(self, script: Script, begun: Transcript) -> None:
-        self.script = script
+        self._script = script
         self.first = len(begun.lines)
         self.memories: list[Memory] = []
         self.events: list[Event] = []
@@ -34,7 +33,7 @@ class Repetition:
         limit: the bytes that may be taken on the device.
         """
         try:
-            sign, _, least, most, answer, _ = self.script.lines[self.first + len(self.events)]
+            sign, _, least, most, answer, _ = self._script.lines[self.first + len(self.events)]
             if self._signs.of(event) != sign or not least <= memory.device - limit <= most:
                 return None
         except (IndexError, KeyError):
@@ -45,8 +44,9 @@ class Repetition:
         return [action(keys[number]) for action, number in answer] if answer else ()
 
     @property
-    def complete(self) -> bool:
-        return self.first + len(self.events) == len(self.script.lines)
+    def empty(self) -> bool:
+        """Whether it has come to the script's end, and none of its blocks is left."""
+        return self._script.ends_empty and self.first + len(self.events) == len(self._script.lines)
 
     @property
     def keys(self) -> Sequence[int]:
@@ -55,7 +55,7 @@ class Repetition:
 
     def unnoted(self) -> Iterator[tuple[Memory, Event, Sequence[Action]]]:
         """What was told since this was last asked, with the answers."""
-        lines = self.script.lines[self.first :]
+        lines = self._script.lines[self.first :]
         for i in range(self._noted, len(self.events)):
             self._noted = i + 1
             actions = [action(self._keys[number]) for action, number in lines[i].answer]
@@ -63,17 +63,17 @@ class Repetition:
 
     def standing(self) -> list[int]:
         """The bytes beside blocks at each event."""
-        lines = self.script.lines[self.first :]
+        lines = self._script.lines[self.first :]
         return [max(0, memory.device - line.own) for memory, line in zip(self.memories, lines, strict=False)]
 
     def waiting(self) -> list[int]:
         """The blocks whose reload is due, and has to wait."""
-        last = self.script.lines[self.first + len(self.events) - 1]
+        last = self._script.lines[self.first + len(self.events) - 1]
         return [self._keys[number] for number in last.waiting]
 
     def transcript(self) -> Transcript:
         """Of the step until now."""
-        return Transcript(self._signs, [*self.script.lines[: self.first + len(self.events)]])
+        return Transcript(self._signs, [*self._script.lines[: self.first + len(self.events)]])
 
 
 class _Line(NamedTuple):
@@ -94,10 +94,9 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """A step that went as planned. recording: of it. ends_empty: whether none of its blocks was left at its end."""
+    """A step that went as planned. ends_empty: whether none of its blocks was left at its end."""
 
     lines: Sequence[_Line]
-    recording: Recording
     ends_empty: bool
 
     def begins(self, begun: Transcript) -> bool:

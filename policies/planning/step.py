@@ -114,10 +114,10 @@ class StepUnderWay:
             return None
         return Repetition(table.script, self.transcript)
 
-    def repeated(self, repetition: Repetition) -> None:
-        """It has ended, and went by a script to the end."""
+    def repeated(self, repetition: Repetition, recording: Recording) -> None:
+        """It has ended, and went to the end by the script of a step that was recorded so."""
         standing = [*self.recording.standing[: repetition.first], *repetition.standing()]
-        self.recording = replace(repetition.script.recording, standing=standing)
+        self.recording = replace(recording, standing=standing)
         for memory in repetition.memories:
             self._count(memory)
 

@@ -11,6 +11,7 @@ from ..base import Action, Fetch, Offload, Release, Reload, Spill
 from .names import Name, StepNames
 from .plan import DiskPlan, Plan
 from .profile import Profile
+from .recording import Recording
 from .script import Script
 
 Step = tuple[type[Action], Name]
@@ -20,7 +21,8 @@ Step = tuple[type[Action], Name]
 class Table:
     """What to answer at each event of a step, by the events' names.
 
-    returns: the blocks that leave, in the order in which they come back. script: a step that was played by it.
+    returns: the blocks that leave, in the order in which they come back. script,
+    recording: of a step that was played by it.
     """
 
     profile: Profile
@@ -30,6 +32,7 @@ class Table:
     blocks: Sequence[Name]
     returns: Sequence[Name] = field(init=False)
     script: Script | None = field(default=None, init=False)
+    recording: Recording | None = field(default=None, init=False)
     _place: dict[Name, int] = field(init=False)
     # The bytes of the step's blocks at each position, and of all from each block's reload to its use at most.
     _own: Sequence[int] = field(init=False)
