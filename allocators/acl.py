@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cached_property
-from typing import Any
 
 from .runtime import PinnedByRuntime, Runtime, RuntimeFailure, RuntimeRegistrar
 
@@ -93,11 +91,6 @@ class AclRuntime(Runtime):
         code = self._peek(_THREAD_LEVEL) if self._peek else 0
         return self.error(function, code, nbytes)
 
-    @cached_property
-    def _elapsed(self) -> Any:
-        milliseconds = ctypes.POINTER(ctypes.c_float)
-        return self.function("aclrtEventElapsedTime", milliseconds, ctypes.c_void_p, ctypes.c_void_p)
-
     def pci_bus_id(self, device: int) -> str | None:
         """A device's address on the PCI bus, such as "0000:3d:00.0".
 
@@ -111,14 +104,6 @@ class AclRuntime(Runtime):
             self._take_words(code)
             return None
         return text.value.decode()
-
-    def elapsed(self, start: int, end: int) -> float:
-        """Seconds from one timed event to another, by their handles. Raises AclError unless both have passed."""
-        milliseconds = ctypes.c_float()
-        code = self._elapsed(ctypes.byref(milliseconds), start, end)
-        if code != 0:
-            raise self.error("aclrtEventElapsedTime", code)
-        return milliseconds.value / 1e3
 
     def _take_words(self, code: int) -> str:
         # torch_npu puts the remembered code in place of that of a later failure, so a refused request

@@ -42,7 +42,6 @@ _STRAYS = 8
 _DRIFT = 0.02
 # Plans are made for so much less after each step that went above the budget, as a share of it.
 _MARGIN = 0.01
-_FETCHED_AHEAD = 8
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import time
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from .allocators.acl import AclRuntime
 from .errors import DeviceFailed, DeviceUnavailable
 
 _KNOWN = ("npu", "cuda", "cpu")
@@ -62,9 +62,7 @@ class Device:
         # What get_npu_format() asks, in half of its time.
         self._npu_format = torch.ops.npu.get_npu_format.default if kind == "npu" else None
         self.torch_device = torch.device(kind, self._number) if self._module else torch.device(kind)
-        # torch_npu's elapsed_time() first drains its queue of work, and then waits for both events, though they
-        # have passed: waits of the host for each time that is read.
-        self._acl = AclRuntime() if kind == "npu" else None
+        self._elapsed = _elapsed_on_npu() if kind == "npu" else torch.Event.elapsed_time
         self._probe: Stream | None = None
         # The stream on which the caller's thread issues its work now. Each tensor that is saved asks for it, and
         # torch.accelerator.current_stream() would call two more Python functions.
@@ -126,9 +124,7 @@ class Device:
         """Seconds from one timed event to another. Both must have passed."""
         if isinstance(start, _InlineEvent) and isinstance(end, _InlineEvent):
             return end.at - start.at
-        if self._acl is None:
-            return cast(torch.Event, start).elapsed_time(cast(torch.Event, end)) / 1e3
-        return self._acl.elapsed(cast(Any, start).event_id, cast(Any, end).event_id)
+        return self._elapsed(cast(torch.Event, start), cast(torch.Event, end)) / 1e3
 
     def below_peak(self) -> int:
         """The bytes of device memory that can be allocated without a new peak. 0 on the cpu."""
@@ -193,6 +189,25 @@ def _module(kind: str) -> Any:
     if not module.is_available():
         raise DeviceUnavailable(f"device {kind!r} asked for, but torch.{kind}.is_available() is False")
     return module
+
+
+def _elapsed_on_npu() -> Callable[[torch.Event, torch.Event], float]:
+    """Measures the milliseconds between two events that have passed, and asks Ascend's runtime itself.
+
+    torch_npu first drains its queue of work, and then waits for both events, passed or not: waits of the host for
+    each time that is read.
+    """
+    measure = ctypes.CDLL("libascendcl.so").aclrtEventElapsedTime
+    measure.argtypes = (ctypes.POINTER(ctypes.c_float), ctypes.c_void_p, ctypes.c_void_p)
+
+    def elapsed(start: torch.Event, end: torch.Event) -> float:
+        milliseconds = ctypes.c_float()
+        code = measure(ctypes.byref(milliseconds), start.event_id, end.event_id)
+        if code != 0:
+            raise RuntimeError(f"aclrtEventElapsedTime failed with ACL code {code}: both events must have passed")
+        return milliseconds.value
+
+    return elapsed
 
 
 class _InlineStream:
