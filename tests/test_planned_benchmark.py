@@ -31,3 +31,12 @@ def test_auto_is_ahead_of_the_rules_and_within_its_budget(tmp_path: Path) -> Non
     assert auto["peak"] <= row["budget"]
     assert row["bound"] <= auto["seconds"] <= 1.02 * row["bound"]
     assert auto["seconds"] < min(row[rule]["seconds"] for rule in ("layer_order", "megatron"))
+
+
+def test_a_step_that_is_recorded_or_timed_is_hardly_longer() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.recording_cost", "gpt-8"], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert all(-0.02 < share < 0.02 for share in found["gpt-8"].values()), found
