@@ -54,7 +54,7 @@ class StepCheck:
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._elsewhere = self._idle = False
+        self._begun = self._idle = False
 
     def look(self, *, has_gradients: bool) -> None:
         """Before a step. has_gradients: they are there already, and do not come of a closure.
@@ -62,22 +62,24 @@ class StepCheck:
         Raises ValueError for parameters that are the model's no more. Says once what makes tiering be of no use.
         """
         params, name = params_of(self._optimizer), type(self._optimizer).__name__
-        if has_gradients and not self._idle and all(param.grad is None for param in params):
+        idle = has_gradients and bool(params) and all(param.grad is None for param in params)
+        if idle or not self._begun:
             _check_in_use(params, name)
+        if idle and not self._idle:
             self._idle = True
             _log.warning(
                 "no parameter of %s has a gradient, and its step changes nothing: was it made for another model, "
                 "or before fully_shard put other parameters in their place? Make it afterwards",
                 name,
             )
-        if not self._elsewhere and params and not any(map(self._device.owns, params)):
-            self._elsewhere = True
+        if params and not self._begun and not any(map(self._device.owns, params)):
             here = self._device.torch_device
             _log.warning(
                 "the parameters of %s are on %s, and so are its states, none of which moves: model.to(%r) before "
                 "the first step",
                 *(name, params[0].device, str(here)),
             )
+        self._begun = True
 
 
 def _check_in_use(params: Sequence[Param], name: str) -> None:
