@@ -21,9 +21,15 @@ _COMBINES = ("is_fused_optimizer", "is_npu_fused_optimizer")
 def check_optimizer(optimizer: torch.optim.Optimizer, device: Device) -> None:
     """Raises ValueError, or TypeError, for what cannot be tiered on this device, before anything is changed."""
     name = type(optimizer).__name__
+    _check_wraps_none(optimizer, name)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"a torch.optim.Optimizer is needed, and this is a {name}")
-    _check_has_states(optimizer, name)
+    lacking = [each for each in ("param_groups", "state", *HOOKS) if each not in vars(optimizer)]
+    if lacking:
+        raise ValueError(
+            f"{name} has no {lacking[0]!r} of its own, as an optimizer has that called Optimizer.__init__. If it "
+            "wraps another optimizer, register that one"
+        )
     for option in ("capturable", "differentiable"):
         if any(group.get(option) for group in optimizer.param_groups):
             raise ValueError(
@@ -93,18 +99,12 @@ def _check_in_use(params: Sequence[Param], name: str) -> None:
         )
 
 
-def _check_has_states(optimizer: torch.optim.Optimizer, name: str) -> None:
+def _check_wraps_none(optimizer: object, name: str) -> None:
     """Raises ValueError for a wrapper: its states are another optimizer's, which is the one to register."""
-    for attribute, value in vars(optimizer).items():
+    for attribute, value in getattr(optimizer, "__dict__", {}).items():
         if any(isinstance(each, torch.optim.Optimizer) for each in contents(value)):
             inner = f"optimizer.{attribute}"
             raise ValueError(
                 f"{name} wraps another optimizer, which has the states: register {inner} and put what comes back "
                 f"in its place, as in `{inner} = manager.register_optimizer({inner})`"
             )
-    lacking = [each for each in ("param_groups", "state", *HOOKS) if each not in vars(optimizer)]
-    if lacking:
-        raise ValueError(
-            f"{name} has no {lacking[0]!r} of its own, as an optimizer has that called Optimizer.__init__. If it "
-            "wraps another optimizer, register that one"
-        )
