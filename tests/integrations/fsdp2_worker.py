@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import torch
 warnings.simplefilter("ignore")  # accelerate's and torch_npu's
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: E402
 
 from tests.models import Stack  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
@@ -33,12 +34,11 @@ When = Literal["plain", "before", "after"]
 class Loop:
     """A training, the same each time. registered: before or after `prepare`, or not at all."""
 
-    def __init__(self, registered: When, *, cpu_offload: bool = False) -> None:
+    def __init__(self, registered: When) -> None:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Layer"],
-            cpu_offload=cpu_offload,
         )
         self.accelerator = Accelerator(fsdp_plugin=plugin)
         device = self.accelerator.device
@@ -71,23 +71,29 @@ class Loop:
         return losses, digest.hexdigest()
 
 
-def made_before_sharding() -> None:
+def made_before_sharding(manager: TieringManager) -> None:
     """As somebody would who does not use accelerate, which puts the new parameters into the optimizer."""
-    device = torch.device("npu", RANK)
-    model = Stack(4, 16).to(device)
-    with TieringManager(policy=LayerOrderPolicy(), device=device, host_bytes="64MiB") as manager:
-        optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()))
-        fully_shard(model)
-        model(torch.randn(32, 16, device=device)).backward()
-        optimizer.step()
+    model = Stack(4, 16).to(manager.device.torch_device)
+    optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()))
+    fully_shard(model)
+    model(torch.randn(32, 16, device=manager.device.torch_device)).backward()
+    optimizer.step()
 
 
-def answer(mistake: Any) -> str:
+def offloaded_by_torch(manager: TieringManager) -> None:
+    """Torch's own offload of all that an optimizer has."""
+    model = fully_shard(Stack(4, 16), offload_policy=CPUOffloadPolicy())
+    manager.attach(model)
+    manager.register_optimizer(torch.optim.AdamW(model.parameters()))
+
+
+def answer(mistake: Callable[[TieringManager], None]) -> str:
     """What it raises."""
-    try:
-        mistake()
-    except ValueError as error:
-        return str(error)
+    with TieringManager(policy=LayerOrderPolicy(), device=f"npu:{RANK}", host_bytes="64MiB") as manager:
+        try:
+            mistake(manager)
+        except ValueError as error:
+            return str(error)
     return ""
 
 
@@ -105,7 +111,7 @@ def main(folder: Path) -> None:
         loop.accelerator.load_state(str(folder / first))
         found[f"{first} to {second}"] = loop.train(STEPS)
     found["made before"] = answer(made_before_sharding)
-    found["cpu offload"] = answer(lambda: Loop("after", cpu_offload=True))
+    found["cpu offload"] = answer(offloaded_by_torch)
     print(json.dumps(found), flush=True)
 
 

@@ -148,10 +148,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     @uninterrupted
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The wrapped optimizer's. A step that was prepared for and does not come is one that was left out."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """The wrapped optimizer's, with its default. A step that was prepared for and does not come is left out."""
         self._states.drop_prefetch()
-        self._wrapped.zero_grad(*args, **kwargs)
+        self._wrapped.zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
 
     @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
