@@ -233,6 +233,13 @@ def test_what_deepspeed_offloads_is_left_to_it(tmp_path: Path, residency: Any) -
         made.train()
 
 
+def test_the_fused_optimizer_of_npu_guides_is_refused_with_another(tmp_path: Path, device: str) -> None:
+    if device != "npu":
+        pytest.skip("it is torch_npu's")
+    with pytest.raises(ValueError, match=r'NpuFusedAdamW lays .*\(in transformers optim="adamw_torch_fused"'):
+        trainer(tmp_path, callback(optimizer="host"), optim="adamw_torch_npu_fused").train()
+
+
 def test_mistakes_show_when_they_are_made(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="host_byte"):
         TieringCallback(host_byte="1GiB")
