@@ -14,10 +14,6 @@ from .allocators.base import ALIGNMENT, Region
 _log = logging.getLogger("tiered_mem.host_tier")
 
 
-# A step of a large model cuts some hundred times; of one with changing shapes little comes again.
-_MOST_CUTS = 1024
-
-
 class HostSlab:
     """A slab of the pool as torch sees it.
 
@@ -64,6 +60,10 @@ class HostSlab:
                 known = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
             self._elements[dtype] = known
         return known
+
+
+# A step of a large model cuts some hundred times; of one with changing shapes little comes again.
+_MOST_CUTS = 1024
 
 
 class Form(NamedTuple):

@@ -10,9 +10,6 @@ from .device import Device, Event, Stream
 from .trace.recorder import Trace
 from .trace.timeline import Direction
 
-Tensors = list[torch.Tensor]
-
-
 class TransferEngine:
     """Starts copies between device memory and host slots, on one side stream for each direction.
 
@@ -117,6 +114,8 @@ class Ticket:
             stream.wait_event(self.event)
             self.held.add(stream.stream_id)
 
+
+Tensors = list[torch.Tensor]
 
 # What arrives together is waited for together: an event for each small tensor would cost more than it could save.
 _GROUP_BYTES = 4 << 20
