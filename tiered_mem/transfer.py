@@ -10,6 +10,7 @@ from .device import Device, Event, Stream
 from .trace.recorder import Trace
 from .trace.timeline import Direction
 
+
 class TransferEngine:
     """Starts copies between device memory and host slots, on one side stream for each direction.
 
