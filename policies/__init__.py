@@ -3,6 +3,7 @@
 from .base import (
     Action,
     Dropped,
+    Each,
     Event,
     ExactMemory,
     Fetch,
@@ -39,6 +40,7 @@ __all__ = [
     "Action",
     "BudgetTooSmall",
     "Dropped",
+    "Each",
     "Event",
     "ExactMemory",
     "Fetch",

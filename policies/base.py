@@ -6,9 +6,11 @@ layer in the order in which the layers of this forward begin. It runs, and is te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import groupby
+from operator import attrgetter
+from typing import Protocol, overload
 
 
 class Policy(Protocol):
@@ -29,7 +31,7 @@ class Policy(Protocol):
         """Raises ValueError if a model of this many layers does not suit the policy."""
 
     def decide(self, event: Event) -> Sequence[Action]:
-        """The actions to take now, in order. Called under the manager's lock: never blocks."""
+        """The actions to take now, in order: a list, or `Each`. Called under the manager's lock: never blocks."""
 
 
 class ManualPolicy:
@@ -232,6 +234,38 @@ class Fetch:
 
 
 Action = Offload | Release | Reload | Spill | Fetch
+
+
+class Each(Sequence[Action]):
+    """One kind of action for several blocks, in the order of their keys: a list of them that takes less time."""
+
+    __slots__ = ("keys", "kind")
+
+    def __init__(self, kind: type[Action], keys: Iterable[int]) -> None:
+        self.kind = kind
+        self.keys = tuple(keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, place: int) -> Action: ...
+    @overload
+    def __getitem__(self, place: slice) -> Each: ...
+    def __getitem__(self, place: int | slice) -> Action | Each:
+        if isinstance(place, slice):
+            return Each(self.kind, self.keys[place])
+        return self.kind(self.keys[place])
+
+
+_key = attrgetter("key")
+
+
+def by_kind(actions: Iterable[Action]) -> Iterable[tuple[type[Action], Sequence[int]]]:
+    """The keys of actions, in their order; those of a kind that follow each other are together."""
+    if type(actions) is Each:
+        return ((actions.kind, actions.keys),)
+    return ((kind, list(map(_key, group))) for kind, group in groupby(actions, type))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from .base import (
@@ -24,10 +23,10 @@ from .base import (
     Release,
     Saved,
     Spill,
+    by_kind,
 )
 
 G = TypeVar("G", bound="Graph")
-_key = attrgetter("key")
 
 
 class LayerPolicy(ABC, Generic[G]):
@@ -79,14 +78,14 @@ class LayerPolicy(ABC, Generic[G]):
         """A graph whose forward begins."""
 
     @abstractmethod
-    def _begin(self, graph: G, layer: int, backward: bool) -> list[Action]:
+    def _begin(self, graph: G, layer: int, backward: bool) -> Sequence[Action]:
         """A layer begins its forward or its backward."""
 
     @abstractmethod
-    def _offload(self, graph: G) -> list[Action]:
+    def _offload(self, graph: G) -> Sequence[Action]:
         """Offloads the blocks of ended layers."""
 
-    def _end(self, graph: G) -> list[Action]:
+    def _end(self, graph: G) -> Sequence[Action]:
         """The forward ends."""
         return self._offload(graph)
 
@@ -151,8 +150,7 @@ class Ledger(Generic[G]):
             return actions
         back: list[int] = []
         leaving, homes = self._leaving, self._homes
-        for kind, group in itertools.groupby(actions, type):
-            keys = list(map(_key, group))
+        for kind, keys in by_kind(actions):
             if kind is Offload:
                 leaving.update(dict.fromkeys(keys))
             elif kind is Release:
@@ -205,6 +203,11 @@ class Ledger(Generic[G]):
     def _drop_if_over(self, graph: G) -> None:
         if not graph.forward and not graph.blocks:
             del self.graphs[graph.number]
+
+
+def in_turn(first: Sequence[Action], then: Sequence[Action]) -> Sequence[Action]:
+    """One answer of two."""
+    return [*first, *then] if first and then else first or then
 
 
 @dataclass

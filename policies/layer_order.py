@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..arguments import whole_number
-from .base import Action, Offload, Release, Reload
-from .by_layer import Graph, LayerPolicy
+from .base import Action, Each, Offload, Release, Reload
+from .by_layer import Graph, LayerPolicy, in_turn
 
 
 class LayerOrderPolicy(LayerPolicy["_Plan"]):
@@ -57,20 +57,20 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
     def _graph(self, number: int, num_layers: int) -> _Plan:
         return _Plan(number, num_layers, self._offload_layers, self._in_flight)
 
-    def _begin(self, graph: _Plan, layer: int, backward: bool) -> list[Action]:
+    def _begin(self, graph: _Plan, layer: int, backward: bool) -> Sequence[Action]:
         if backward:
             reloaded, fetched = graph.keys(graph.reloaded_by(layer)), graph.keys(graph.reloaded_after(layer))
-            return [*map(Reload, reloaded), *self._ledger.fetch(fetched)]
+            return in_turn(Each(Reload, reloaded), self._ledger.fetch(fetched))
         released = graph.released_by(layer)
-        return self._offload(graph) + [Release(key) for key in graph.keys(released)]
+        return in_turn(self._offload(graph), Each(Release, graph.keys(released)))
 
-    def _offload(self, graph: _Plan) -> list[Action]:
+    def _offload(self, graph: _Plan) -> Sequence[Action]:
         offloaded = graph.offloaded
-        return [Offload(key) for key, layer in graph.take_leaving() if layer < offloaded]
+        return Each(Offload, [key for key, layer in graph.take_leaving() if layer < offloaded])
 
-    def _end(self, graph: _Plan) -> list[Action]:
+    def _end(self, graph: _Plan) -> Sequence[Action]:
         away = (i for i in range(graph.offloaded) if i not in graph.reloaded)
-        return self._offload(graph) + [Release(key) for key in graph.keys(away)]
+        return in_turn(self._offload(graph), Each(Release, graph.keys(away)))
 
     def _returns(self, layer: int) -> int:
         return layer

@@ -181,6 +181,8 @@ def _mutants_at(node: ast.AST, of: Callable[[ast.expr | ast.stmt, str], Mutant])
         yield of(node.value, "None")
     elif isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
         yield from (of(part, "None") for part in node.elts if _attribute(part) == "ticket")
+    elif isinstance(node, ast.ListComp) and _attribute(node.elt) == "ticket":
+        yield of(node.elt, "None")
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == "query":
             yield of(node, "True")

@@ -6,13 +6,17 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
 from emulator.tests.launch import EMULATOR, run, write_script
 from tests.conftest import EMULATED
 from tests.models import is_empty, is_right_step
 from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, SlabPool
+from tiered_mem.device import Device
 from tiered_mem.errors import PinningFailed
+from tiered_mem.host_slab import Form, flat_form
+from tiered_mem.host_tier import HostTier
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20
@@ -39,6 +43,21 @@ def test_sources_of_pinned_memory(pin: bool | str, source: str, device: str) -> 
         assert stats["host.reserved.current"] == 16 * MIB
         assert int(stats["offloaded.blocks.total"]) > 0
         assert stats["blocking.copies.total"] == stats["blocking.bytes.total"] == 0
+
+
+def test_a_slot_has_the_form_that_is_asked_for_whatever_was_there_before() -> None:
+    square, flat = Form(1 << 16, torch.float32, (128, 128), (128, 1)), flat_form(1 << 16)
+    tier = HostTier(SlabPool(PageableMemory(), slab_bytes=1 << 20), Device("cpu"))
+    places = set()
+    for form in (square, square, flat, square):
+        slots = tier.reserve([form, flat])
+        assert [slot.tensor.shape for slot in slots] == [form.shape, flat.shape]
+        assert [slot.tensor.dtype for slot in slots] == [form.dtype, flat.dtype]
+        places.add(tuple(slot.tensor.data_ptr() for slot in slots))
+        for slot in slots:
+            tier.release(slot, None)
+    assert len(places) == 1
+    tier.close()
 
 
 @pytest.mark.parametrize(("pin", "source"), [(False, "PageableMemory"), ("locked", "LockedMemory")])

@@ -16,6 +16,7 @@ from tests.spilling import MIB, Training, files_in
 from tiered_mem import PolicyError, TieringManager
 from tiered_mem.policies import (
     Dropped,
+    Each,
     Event,
     Fetch,
     HostPressure,
@@ -94,10 +95,16 @@ def two_steps(training: Training, manager: TieringManager) -> None:
         training.step(manager)
 
 
+def each(policy: Answers) -> Each:
+    return Each(Spill, [*policy.keys, *policy.keys, -1, 10**30])
+
+
 UNKNOWN = itertools.count(10**6)  # never the same advice again
 
 
-@pytest.mark.parametrize("answer", [twice, mixed, unknown, lambda policy: iter(twice(policy)), lambda policy: None])
+@pytest.mark.parametrize(
+    "answer", [twice, mixed, unknown, each, lambda policy: iter(twice(policy)), lambda policy: None]
+)
 @pytest.mark.parametrize("to", [HostPressure, Dropped, LayerBegin])
 def test_duplicates_and_unknown_keys_cost_time_and_nothing_else(
     to: type[Event],
@@ -120,6 +127,8 @@ GARBAGE: dict[str, Callable[[Answers], Any]] = {
     "the class": lambda policy: [Spill],
     "a key that is a list": lambda policy: [*twice(policy), Spill([1])],  # type: ignore[arg-type]
     "a key that is a tensor": lambda policy: [Spill(torch.ones(3))],  # type: ignore[arg-type]
+    "each of what is no action": lambda policy: Each(HostPressure, policy.keys or [0]),  # type: ignore[arg-type]
+    "each with a key that is text": lambda policy: Each(Spill, [*policy.keys, "0"]),  # type: ignore[list-item]
     "a key that is text": lambda policy: [Release("0"), Spill("0")],  # type: ignore[arg-type]
 }
 

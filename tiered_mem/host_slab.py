@@ -27,17 +27,28 @@ class HostSlab:
         whole = bytes_of(region) if memory is None else memory
         self.pinned = memory is None and is_pinned(whole)
         self._elements = {torch.uint8: whole}
+        self._cuts: dict[int, tuple[Sequence[Form], list[torch.Tensor]]] = {}  # by their start
 
     def cut(self, start: int, wanted: Sequence[Form]) -> list[torch.Tensor]:
-        """Tensors of these forms side by side, each in whole units of the pool's, from the byte `start` on."""
+        """Tensors of these forms side by side, each in whole units of the pool's, from the byte `start` on.
+
+        They may be those of an earlier call: each step of a training asks for much the same.
+        """
+        known = self._cuts.get(start)
+        if known is not None and known[0] == wanted:
+            return known[1]
         tensors = []
         last: torch.dtype | None = None
+        end = start
         for nbytes, dtype, shape, stride in wanted:
             if dtype is not last:
                 last, elements = dtype, self._of(dtype)
                 first = elements.storage_offset()  # from which as_strided does not count
-            tensors.append(elements.as_strided(shape, stride, first + start // dtype.itemsize))
-            start += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            tensors.append(elements.as_strided(shape, stride, first + end // dtype.itemsize))
+            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if len(self._cuts) >= _MOST_CUTS:
+            self._cuts.clear()
+        self._cuts[start] = wanted, tensors
         return tensors
 
     def _of(self, dtype: torch.dtype) -> torch.Tensor:
@@ -49,6 +60,10 @@ class HostSlab:
                 known = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
             self._elements[dtype] = known
         return known
+
+
+# A step of a large model cuts some hundred times; of one with changing shapes little comes again.
+_MOST_CUTS = 1024
 
 
 class Form(NamedTuple):

@@ -10,17 +10,9 @@ from typing import Protocol, TypeVar
 import torch
 
 from .allocators.base import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
-from .device import Device, Event, Stream
+from .device import Device, Event
 from .errors import DeviceFailed, TierFull
 from .host_slab import Form, HostSlab, room_for
-
-
-@dataclass(slots=True, eq=False)
-class DeviceSlot:
-    """Device bytes as a tensor, and the stream whose work produces and uses them."""
-
-    tensor: torch.Tensor
-    stream: Stream
 
 
 @dataclass(slots=True, eq=False)

@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from .device import Device, Event, Stream
-from .host_tier import DeviceSlot, HostSlot
 from .trace.recorder import Trace
 from .trace.timeline import Direction
 
 
 class TransferEngine:
-    """Starts copies between device slots and host slots, on one side stream for each direction.
+    """Starts copies between device memory and host slots, on one side stream for each direction.
 
     No call waits for the device. Copies are torch's own, with non_blocking=True, and nothing else: torch_npu queues
-    its work on a thread of its own, which a copy issued below torch would overtake. Who starts a copy keeps both
-    slots until the copy has ended, or until a stream that uses them next waits for it.
+    its work on a thread of its own, which a copy issued below torch would overtake. Who starts a copy keeps the
+    memory on both sides until the copy has ended, or until a stream that uses it next waits for it.
+
+    of, to: tensors of equal size, type and form, contiguous on both sides; those of the same place belong together.
 
     stream: one stream for both directions, in place of two of the engine's own.
     trace: is told of the copies, and of who waits for them. It may be exchanged.
@@ -29,38 +30,37 @@ class TransferEngine:
         self._to_host = stream or device.new_stream()
         self._to_device = stream or device.new_stream()
 
-    def offload(self, moves: Sequence[tuple[DeviceSlot, HostSlot]]) -> Ticket:
-        """Copies to the host, after the work that the sources' streams have been given so far.
+    def offload(self, of: Tensors, to: Tensors, streams: Iterable[Stream]) -> Ticket:
+        """Copies to the host, after the work that the streams which make `of` have been given so far.
 
         One ticket stands for all: what leaves together is released together.
         """
-        _wait_for_work(self._to_host, [source for source, _ in moves])
+        _wait_for_work(self._to_host, streams)
         with self._device.on(self._to_host):
-            to, of = [slot.tensor for _, slot in moves], [slot.tensor for slot, _ in moves]
             return self._copy("offload", self._to_host, to, of)
 
-    def reload(self, moves: Sequence[tuple[HostSlot, DeviceSlot, Ticket | None]]) -> list[Ticket]:
+    def reload(self, of: Tensors, to: Tensors, stream: Stream, filled: Sequence[Ticket | None]) -> list[Ticket]:
         """Copies to the device, each after the copy that fills its host slot, if that has a ticket.
 
-        They also come after the work that the destinations' streams have been given so far: the caching allocator
-        hands out memory that such work may still be using. Returns the ticket of each: backward can begin with the
-        first of many while the others are on their way.
+        They also come after the work that `stream`, on which `to` was allocated, has been given so far: the caching
+        allocator hands out memory that such work may still be using. Returns the ticket of each: backward can begin
+        with the first of many while the others are on their way.
         """
-        if not moves:
+        if not of:
             return []
-        _wait_for_work(self._to_device, [destination for _, destination, _ in moves])
+        _wait_for_work(self._to_device, [stream])
         tickets: list[Ticket] = []
         with self._device.on(self._to_device):
-            for group in _groups(moves):
-                for _, destination, filled in group:
-                    # Where the destination's stream has waited for that copy already, so has this one.
-                    if filled is not None and destination.stream.stream_id not in filled.held:
-                        filled.hold(self._to_device)
-                to, of = [slot.tensor for _, slot, _ in group], [slot.tensor for slot, _, _ in group]
-                tickets += [self._copy("reload", self._to_device, to, of)] * len(group)
+            for group in _groups(of):
+                for ticket in dict.fromkeys(filled[group]):
+                    # Where the destinations' stream has waited for that copy already, so has this one.
+                    if ticket is not None and stream.stream_id not in ticket.held:
+                        ticket.hold(self._to_device)
+                copied = self._copy("reload", self._to_device, to[group], of[group])
+                tickets += [copied] * (group.stop - group.start)
         return tickets
 
-    def reload_into(self, moves: Sequence[tuple[HostSlot, DeviceSlot]], after: Iterable[Ticket]) -> Ticket:
+    def reload_into(self, of: Tensors, to: Tensors, after: Iterable[Ticket]) -> Ticket:
         """Copies to the device, after what the tickets stand for and nothing else.
 
         It is for memory of which the caller knows who used it last.
@@ -68,10 +68,9 @@ class TransferEngine:
         for ticket in after:
             ticket.hold(self._to_device)
         with self._device.on(self._to_device):
-            to, of = [slot.tensor for _, slot in moves], [slot.tensor for slot, _ in moves]
             return self._copy("reload", self._to_device, to, of)
 
-    def _copy(self, direction: Direction, stream: Stream, to: list[torch.Tensor], of: list[torch.Tensor]) -> Ticket:
+    def _copy(self, direction: Direction, stream: Stream, to: Tensors, of: Tensors) -> Ticket:
         """Copies to each tensor, in order on `stream`, which is current, that of the same place in `of`."""
         # One call for all costs the host less than a copy_ for each.
         if self.trace is None:
@@ -117,21 +116,21 @@ class Ticket:
             self.held.add(stream.stream_id)
 
 
+Tensors = list[torch.Tensor]
+
 # What arrives together is waited for together: an event for each small tensor would cost more than it could save.
 _GROUP_BYTES = 4 << 20
 
 
-def _groups(
-    moves: Sequence[tuple[HostSlot, DeviceSlot, Ticket | None]],
-) -> Iterator[Sequence[tuple[HostSlot, DeviceSlot, Ticket | None]]]:
+def _groups(tensors: Tensors) -> Iterator[slice]:
     first, nbytes = 0, 0
-    for end, (source, _, _) in enumerate(moves, start=1):
-        nbytes += source.tensor.nbytes
-        if nbytes >= _GROUP_BYTES or end == len(moves):
-            yield moves[first:end]
+    for end, tensor in enumerate(tensors, start=1):
+        nbytes += tensor.nbytes
+        if nbytes >= _GROUP_BYTES or end == len(tensors):
+            yield slice(first, end)
             first, nbytes = end, 0
 
 
-def _wait_for_work(side: Stream, slots: Iterable[DeviceSlot]) -> None:
-    for stream in {slot.stream.stream_id: slot.stream for slot in slots}.values():
+def _wait_for_work(side: Stream, streams: Iterable[Stream]) -> None:
+    for stream in {stream.stream_id: stream for stream in streams}.values():
         side.wait_event(stream.record_event())

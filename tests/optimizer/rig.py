@@ -13,7 +13,7 @@ from tests.spill.faulty_files import FaultyFiles
 from tiered_mem.allocators import HostPool, PoolStats, Region, round_up
 from tiered_mem.device import Device
 from tiered_mem.fixed_slots import FixedSlots
-from tiered_mem.host_tier import DeviceSlot, HostSlot, HostTier
+from tiered_mem.host_tier import HostSlot, HostTier
 from tiered_mem.optimizer.bucket import Residence
 from tiered_mem.shelf import ParcelState, Shelf
 from tiered_mem.spill.disk_tier import DiskTier
@@ -195,14 +195,14 @@ class Rig:
         self.disk.close()
 
     def _fetch(self, residence: Residence, slot: HostSlot) -> tuple[torch.Tensor, Ticket]:
-        to = DeviceSlot(self._empty(), self.device.current_stream())
-        (ticket,) = self.engine.reload([(slot, to, residence.ticket)])
-        ticket.hold(to.stream)
-        return to.tensor, ticket
+        to, stream = self._empty(), self.device.current_stream()
+        (ticket,) = self.engine.reload([slot.tensor], [to], stream, [residence.ticket])
+        ticket.hold(stream)
+        return to, ticket
 
     def _send(self, residence: Residence, source: torch.Tensor, slot: HostSlot) -> Ticket:
         stream = self.device.current_stream()
-        ticket = self.engine.offload([(DeviceSlot(source, stream), slot)])
+        ticket = self.engine.offload([source], [slot.tensor], [stream])
         ticket.hold(stream)
         residence.leave(ticket)
         return ticket

@@ -15,6 +15,7 @@ from ..interrupts import uninterrupted
 from ..policies.base import (
     Action,
     Dropped,
+    Each,
     Event,
     Fetch,
     HostPressure,
@@ -28,6 +29,7 @@ from ..policies.base import (
     Spill,
     StepMeasured,
     Used,
+    by_kind,
 )
 from ..trace.recorder import Trace
 from ..turn import Turn
@@ -226,10 +228,9 @@ class PolicyActions:
         """Does what a policy has answered, or could have. Raises PolicyError before anything is done."""
         if not answer:
             return
-        for kind, group in itertools.groupby(checked(self._policy, answer), type):
+        for kind, keys in by_kind(checked(self._policy, answer)):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
-            keys = dict.fromkeys(map(_key, group))
-            blocks = list(filter(None, map(self._blocks.find, keys)))
+            blocks = list(filter(None, map(self._blocks.find, dict.fromkeys(keys))))
             self._do[kind](blocks)
             if self._watch is not None:
                 self._tell_refused(kind, blocks)
@@ -262,10 +263,12 @@ _INT = frozenset({int})
 _ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
 
 
-def checked(policy: Policy, answer: object) -> list[Action]:
+def checked(policy: Policy, answer: object) -> Sequence[Action]:
     """What a policy has answered; None is nothing. Raises PolicyError where that is no sequence of actions."""
     if answer is None:
-        return []
+        return ()
+    if type(answer) is Each and answer.kind in _ACTIONS and _INT.issuperset(map(type, answer.keys)):
+        return answer
     name = type(policy).__name__
     if not isinstance(answer, Iterable):
         raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
@@ -281,6 +284,6 @@ def checked(policy: Policy, answer: object) -> list[Action]:
     return actions
 
 
-def advice(policy: Policy, nbytes: int) -> list[Action]:
+def advice(policy: Policy, nbytes: int) -> Sequence[Action]:
     """What a policy lets go down to disk, so that so many bytes of host memory come free. Raises PolicyError."""
     return checked(policy, policy.decide(HostPressure(nbytes)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Sequence
 
-from ..host_tier import DeviceSlot, HostSlot, HostTier
+import torch
+
+from ..device import Stream
+from ..host_tier import HostSlot, HostTier
 from ..stats import Counters, Moved
-from ..transfer import TransferEngine
+from ..transfer import Ticket, TransferEngine
 from .block import Block, Place
 
 
@@ -20,48 +21,56 @@ class BlockCopies:
         self._engine = engine
         self._counters = counters
 
-    def offload(self, moves: Sequence[tuple[Block, DeviceSlot, HostSlot]]) -> None:
+    def offload(self, moves: Sequence[tuple[Block, HostSlot]]) -> None:
         """To host slots, which go back to the tier where that fails."""
         if not moves:
             return
         try:
-            ticket = self._engine.offload([(source, slot) for _, source, slot in moves])
+            of = [block.contents() for block, _ in moves]
+            to = [slot.tensor for _, slot in moves]
+            ticket = self._engine.offload(of, to, [block.stream for block, _ in moves])
         except BaseException:
             self._engine.synchronize()  # some of them may have been started
-            for _, _, slot in moves:
+            for _, slot in moves:
                 self._host.release(slot, None)
             raise
         leaving = Place.LEAVING
-        for block, _, slot in moves:
+        for block, slot in moves:
             block.host = slot
             block.place = leaving
             block.ticket = ticket
             block.offloaded = True
-        self._count(self._counters.offloaded, [(block.nbytes, slot) for block, _, slot in moves])
+        self._count(self._counters.offloaded, moves)
 
-    def reload(self, moves: Sequence[tuple[Block, HostSlot, DeviceSlot]]) -> None:
-        """From the host slots that the blocks are in, which go back to the tier when the copies have ended."""
+    def reload(self, moves: Sequence[tuple[Block, HostSlot]], tensors: list[torch.Tensor], stream: Stream) -> None:
+        """From the host slots that the blocks are in, which go back to the tier when the copies have ended.
+
+        tensors: where the bytes go, each in its block's form, allocated on `stream`.
+        """
         try:
-            tickets = self._engine.reload([(source, slot, block.ticket) for block, source, slot in moves])
+            filled = [block.ticket for block, _ in moves]
+            tickets = self._engine.reload([slot.tensor for _, slot in moves], tensors, stream, filled)
         except BaseException:
             self._engine.synchronize()
             raise
         arriving = Place.ARRIVING
-        for (block, _, slot), ticket in zip(moves, tickets, strict=True):
-            block.tensor = tensor = slot.tensor
+        left: dict[Ticket, list[HostSlot]] = {}
+        for (block, slot), tensor, ticket in zip(moves, tensors, tickets, strict=True):
+            block.tensor = tensor
             block.formed = True
-            block.stream = slot.stream
+            block.stream = stream
             block.ticket = ticket
             block.host = None
             block.versions = [(tensor, tensor._version)]
             block.place = arriving
-        for ticket, group in itertools.groupby(zip(moves, tickets, strict=True), operator.itemgetter(1)):
-            self._host.release_all([source for (_, source, _), _ in group], ticket.event)
-        self._count(self._counters.reloaded, [(block.nbytes, source) for block, source, _ in moves])
+            left.setdefault(ticket, []).append(slot)
+        for ticket, slots in left.items():
+            self._host.release_all(slots, ticket.event)
+        self._count(self._counters.reloaded, moves)
 
-    def _count(self, moved: Moved, copies: Sequence[tuple[int, HostSlot]]) -> None:
-        moved.count += len(copies)
-        for nbytes, slot in copies:
-            moved.nbytes += nbytes
+    def _count(self, moved: Moved, moves: Sequence[tuple[Block, HostSlot]]) -> None:
+        moved.count += len(moves)
+        for block, slot in moves:
+            moved.nbytes += block.nbytes
             if not slot.lease.slab.pinned:
-                self._counters.blocking.add(nbytes)
+                self._counters.blocking.add(block.nbytes)

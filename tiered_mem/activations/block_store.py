@@ -11,7 +11,7 @@ import torch
 from ..device import Device
 from ..errors import Closed, TierFull, changed_tensor
 from ..host_slab import Form
-from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
+from ..host_tier import HostSlot, HostTier, groups
 from ..policies.base import Release, Spill
 from ..stats import Counters
 from .block import Block, Place, SavedBlocks, View
@@ -46,7 +46,7 @@ class BlockStore:
         self._room = room
         self._spiller = spiller
         self.blocks = SavedBlocks(device)
-        self._moves: list[tuple[Block, DeviceSlot, HostSlot]] = []  # to begin together
+        self._moves: list[tuple[Block, HostSlot]] = []  # to begin together
 
     def load(self, block: Block, view: View) -> torch.Tensor:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
@@ -91,7 +91,7 @@ class BlockStore:
             due = [block for block in chosen if block.due]
             for block in chosen:
                 block.chosen = block.due = False
-            for _, _, slot in self._moves:  # an error left them
+            for _, slot in self._moves:  # an error left them
                 self._host.release(slot, None)
             self._moves.clear()
         self.release(due)
@@ -153,7 +153,8 @@ class BlockStore:
 
         Raises torch.OutOfMemoryError where it has no room; what it had room for is on its way then.
         """
-        moves: list[tuple[Block, HostSlot, DeviceSlot]] = []
+        moves: list[tuple[Block, HostSlot]] = []
+        tensors: list[torch.Tensor] = []
         stream, device = self._current_stream(), self._device.torch_device
         try:
             # Backward needs tensors with a version, whoever asks for them. To leave the mode takes long.
@@ -161,16 +162,16 @@ class BlockStore:
                 for block in blocks:
                     if block.place is Place.HOST and block.host is not None:
                         _, dtype, shape, stride = block.form
-                        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-                        moves.append((block, block.host, DeviceSlot(tensor, stream)))
+                        tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+                        moves.append((block, block.host))
                     elif block.place is Place.LEAVING:
                         self._stay(block)
                     elif block.place is Place.DISK and self._spiller is not None:
                         self._spiller.wanted[block] = None
         finally:
-            self._copies.reload(moves)
+            self._copies.reload(moves, tensors, stream)
             if self._spiller is not None:
-                for block, _, _ in moves:
+                for block, _ in moves:
                     self._spiller.drop(block)
         if self._spiller is not None:
             self._spiller.fetch_wanted(anew=True)
@@ -246,8 +247,7 @@ class BlockStore:
                 for block in blocks:
                     self._give_slots([block])
             return
-        for block, slot in zip(blocks, slots, strict=True):
-            self._moves.append((block, DeviceSlot(block.contents(), block.stream), slot))
+        self._moves += zip(blocks, slots, strict=True)
 
     def _keep(self, block: Block, error: TierFull) -> None:
         if self._counters.kept.count == 0:

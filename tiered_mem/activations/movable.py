@@ -250,11 +250,14 @@ def _weights_in(places: Iterable[_Places]) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
 def _identity(tensor: torch.Tensor | None) -> object:
     """Differs when the tensor is another one, or has other memory."""
     if tensor is None:
         return None
-    if type(tensor) is torch.nn.Parameter and has_storage(tensor):
+    if type(tensor) in _PLAIN and has_storage(tensor):
         return id(tensor), tensor.untyped_storage()._cdata
     parts = (part for part in plain_tensors(tensor) if has_storage(part))
     return id(tensor), *(part.untyped_storage()._cdata for part in parts)

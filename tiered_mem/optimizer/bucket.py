@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ..device import Stream
 from ..errors import Closed
-from ..host_tier import DeviceSlot, HostSlot
+from ..host_tier import HostSlot
 from ..shelf import ParcelState, Shelf
 from ..transfer import Ticket
 from .layout import Field, Param, Path, Splitter, State, StateLayout, fields_of, leaf_at, leaves, on_cpu, put_leaf
@@ -104,16 +103,17 @@ class Bucket:
         return copies
 
     def leave(
-        self, host: HostSlot, stream: Stream, changed: Set[Param], split: Splitter
-    ) -> tuple[list[tuple[DeviceSlot, HostSlot]], list[torch.Tensor]]:
+        self, host: HostSlot, changed: Set[Param], split: Splitter
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """What has to be copied to the host, so that no tensor of these states is needed on the device.
 
         Afterwards all are away. What came to `flat` and is not of a parameter in `changed` is not copied back.
-        stream: on which they were changed.
 
-        Returns the copies, and the tensors beside `flat` that they read, which have to live until they have ended.
+        Returns what is to be copied and where to, and the tensors beside `flat` that are read, which have to live
+        until that has ended.
         """
-        moves: list[tuple[DeviceSlot, HostSlot]] = []
+        of: list[torch.Tensor] = []
+        to: list[torch.Tensor] = []
         in_place: list[tuple[int, int]] = []
         strangers: list[torch.Tensor] = []
         for param, field, value in self._values(self.params):
@@ -125,16 +125,16 @@ class Bucket:
                 continue
             pieces = split(value)
             for part, tensor in zip(field.parts, pieces.tensors if pieces else (), strict=True):
-                to = HostSlot(host.tensor[part.offset : part.offset + part.nbytes], host.lease)
-                moves.append((DeviceSlot(_as_bytes(tensor), stream), to))
+                of.append(_as_bytes(tensor))
+                to.append(host.tensor[part.offset : part.offset + part.nbytes])
             strangers.append(value)
             put_leaf(self.states[param], field.path, Absent())
         if self.flat is not None:
             for start, end in _joined(in_place):
-                to = HostSlot(host.tensor[start:end], host.lease)
-                moves.append((DeviceSlot(self.flat[start:end], stream), to))
+                of.append(self.flat[start:end])
+                to.append(host.tensor[start:end])
         self.drop_flat()
-        return moves, strangers
+        return of, to, strangers
 
     def drop_flat(self) -> None:
         """The device's copy of the bytes is needed no more. States that are views of it count as away."""

@@ -11,7 +11,7 @@ import torch
 
 from ..device import Device, Stream
 from ..fixed_slots import Exclusive
-from ..host_tier import DeviceSlot, HostSlot
+from ..host_tier import HostSlot
 from ..transfer import Ticket, TransferEngine
 from .bucket import Bucket, Residence, fetch_ahead
 from .layout import Param, Splitter
@@ -89,9 +89,9 @@ class Pipeline:
         host = residence.take(blank=not bucket.away())
         copied = None
         try:
-            leaving = bucket.leave(host, stream, set(bucket.params), self._split)
+            leaving = bucket.leave(host, set(bucket.params), self._split)
             with self._exclusive:
-                copied = self._engine.offload(leaving[0])
+                copied = self._engine.offload(leaving[0], leaving[1], [stream])
         finally:
             residence.leave(copied)
         return copied, leaving
@@ -109,7 +109,7 @@ class Pipeline:
             came = None
             try:
                 with self._exclusive:
-                    (came,) = self._engine.reload([(host, DeviceSlot(flat, stream), residence.ticket)])
+                    (came,) = self._engine.reload([host.tensor], [flat], stream, [residence.ticket])
             finally:
                 residence.leave(None, came)
             came.hold(stream)
@@ -152,13 +152,10 @@ class Pipeline:
             raise
         slot = window.slots[bucket] = _Slot(place, residence, host)
         flat = window.flat[place.start : place.end]
-        moves = [
-            (HostSlot(host.tensor[start:end], host.lease), DeviceSlot(flat[start:end], window.stream))
-            for start, end in runs
-        ]
+        of, to = [host.tensor[start:end] for start, end in runs], [flat[start:end] for start, end in runs]
         with self._exclusive:
             after = [window.allocated, *place.after, *([] if residence.ticket is None else [residence.ticket])]
-            slot.came = self._engine.reload_into(moves, after)
+            slot.came = self._engine.reload_into(of, to, after)
         bucket.arrive(params, flat)
 
     def _one(
@@ -184,10 +181,10 @@ class Pipeline:
         fits = True
         try:
             fits = step(bucket)
-            moves, strangers = bucket.leave(host, stream, changing, self._split) if fits else ([], [])
-            if moves:
+            of, to, strangers = bucket.leave(host, changing, self._split) if fits else ([], [], [])
+            if of:
                 with self._exclusive:
-                    done = self._engine.offload(moves)
+                    done = self._engine.offload(of, to, [stream])
                 if strangers:
                     # Their memory is free for the next bucket as soon as they are gone from here.
                     done.hold(stream)

@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 from ..device import Device, Event
 from ..errors import OffloadRefused, TierFull
 from ..host_slab import Form, flat_form
-from ..host_tier import DeviceSlot, HostSlot, HostTier, groups
+from ..host_tier import HostSlot, HostTier, groups
 from ..sizes import format_bytes
 from ..transfer import TransferEngine
 from .placeholder import HostCopy, Parked, away, send_away
@@ -167,7 +167,8 @@ class ModulePhases:
             for _, copy in moves:
                 if copy.event is not None:
                     self._device.wait_for(copy.event)  # the last reload read it, maybe on behalf of another stream
-            ticket = self._engine.offload([(DeviceSlot(held.flat(), stream), copy.slot) for held, copy in moves])
+            of, to = [held.flat() for held, _ in moves], [copy.slot.tensor for _, copy in moves]
+            ticket = self._engine.offload(of, to, [stream])
             ticket.wait()
         except BaseException:
             self._engine.synchronize()
@@ -187,21 +188,19 @@ class ModulePhases:
 
     def _bring(self, parked: Sequence[Parked]) -> None:
         stream = self._device.current_stream()
-        moves: list[tuple[HostSlot, DeviceSlot, None]] = []
+        of = [each.copy.slot.tensor for each in parked]
+        to: list[torch.Tensor] = []
         try:
-            for each in parked:
-                host = each.copy.slot
-                nbytes, dtype = host.tensor.nbytes, host.tensor.dtype
-                moves.append((host, DeviceSlot(self._device.empty(nbytes, dtype), stream), None))
-            tickets = self._engine.reload(moves)
+            to.extend(self._device.empty(host.nbytes, host.dtype) for host in of)
+            tickets = self._engine.reload(of, to, stream, [None] * len(of))
         except BaseException as error:
             if not isinstance(error, torch.OutOfMemoryError):
                 self._engine.synchronize()  # some copies may have been started
-            moves.clear()
+            to.clear()
             raise
-        for each, (_, slot, _), ticket in zip(parked, moves, tickets, strict=True):
+        for each, tensor, ticket in zip(parked, to, tickets, strict=True):
             ticket.hold(stream, "reload")
             each.copy.event = ticket.event
-            each.restore(slot.tensor)
+            each.restore(tensor)
             if self._closed:
                 each.copy.drop()
