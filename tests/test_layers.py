@@ -53,7 +53,7 @@ ORDER = [
     [*WINGS],
     ["report"],
     ["manager"],
-    ["default_manager"],
+    ["process_manager"],
     ["block_context", "optim"],
     ["__init__"],
 ]

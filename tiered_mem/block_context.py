@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from .activations.forward_pass import ForwardPass, Saved, keep, untraced
-from .default_manager import default_manager
+from .process_manager import default_manager
 from .manager import TieringManager
 
 

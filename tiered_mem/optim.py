@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .default_manager import default_manager
+from .process_manager import default_manager
 from .manager import TieringManager
 
 # Those of register_optimizer, which each class takes beside the optimizer's own.
