@@ -13,10 +13,10 @@ pytest.importorskip("trl", reason="make test-integrations installs it")
 
 import datasets.arrow_dataset
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
+from tests.integrations.tiny_llama import model, tokenizer
 from tiered_mem.integrations.transformers import TieringCallback
 from tiered_mem.policies import LayerOrderPolicy
 
@@ -38,13 +38,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def trainer(folder: Path, *callbacks: TieringCallback, **arguments: Any) -> SFTTrainer:
     """One of a Llama of four layers and sixteen rows, the same each time."""
     set_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-    words = {name: i for i, name in enumerate(["<pad>", "<eos>", *map(str, range(62))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     rows = torch.randint(2, 64, (16, 32), generator=torch.Generator().manual_seed(1)).tolist()
     return SFTTrainer(
-        model=LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)),
+        model=model(),
         args=SFTConfig(
             str(folder),
             max_steps=STEPS,
@@ -57,9 +53,7 @@ def trainer(folder: Path, *callbacks: TieringCallback, **arguments: Any) -> SFTT
             **{"optim": "adamw_torch", "bf16": False, **arguments},
         ),
         train_dataset=Dataset.from_dict({"input_ids": rows}),
-        processing_class=PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-        ),
+        processing_class=tokenizer(),
         callbacks=list(callbacks),
     )
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.integrations import tiny_llama
 from tests.models import Stack
 from tiered_mem import TieringManager
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 
-pytest.importorskip("verl", reason="make test-integrations installs it")
+if find_spec("verl") is None:
+    pytest.skip("make test-integrations installs it", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.slow(why="trainings of a framework that takes seconds to import"),
@@ -83,9 +85,7 @@ def engine(folder: Path, strategy: str, *, model: dict[str, Any] | None = None, 
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(folder)
+    tiny_llama.model().save_pretrained(folder)
     off = {"load_tokenizer": False, "use_remove_padding": False, "enable_gradient_checkpointing": False}
     made = EngineRegistry.new(
         "language_model",
