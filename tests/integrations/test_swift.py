@@ -20,8 +20,8 @@ pytestmark = [
 ]
 
 STEPS = 3
-# Of 520 words a layer saves tensors of more than a MiB.
-WORDS = 520
+# Of so many words an attention saves tensors of more than a MiB.
+WORDS = 256
 
 
 def train(folder: Path, **arguments: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
@@ -37,12 +37,12 @@ def train(folder: Path, **arguments: Any) -> tuple[list[dict[str, Any]], dict[st
             model=str(write_model(folder / "model")),
             model_type="llama",
             template="dummy",
-            dataset=[str(write_messages(folder / "rows.jsonl", 8, WORDS))],
+            dataset=[str(write_messages(folder / "rows.jsonl", 6, WORDS))],
             output_dir=str(folder / "output"),
             external_plugins=[str(plugin)],
             tuner_type="full",
             max_steps=STEPS,
-            per_device_train_batch_size=4,
+            per_device_train_batch_size=2,
             gradient_accumulation_steps=1,
             gradient_checkpointing=False,
             logging_steps=1,
