@@ -54,6 +54,7 @@ def train(folder: Path, **arguments: Any) -> tuple[list[dict[str, Any]], dict[st
             fp16=False,
             bf16=False,
             attn_impl="eager",
+            check_model=False,
             load_from_cache_file=False,
             split_dataset_ratio=0,
             dataloader_num_workers=0,
