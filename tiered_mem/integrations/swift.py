@@ -29,7 +29,7 @@ class SwiftCallback(TieringCallback):
         super().__init__(optimizer="host" if both else None, **arguments_of(os.environ))
 
 
-class TieredOptimizers(OptimizerCallback):
+class SwiftOptimizers(OptimizerCallback):
     """The optimizer that ms-swift would make, tiered when it is made. Raises ValueError without our callback."""
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -41,4 +41,4 @@ class TieredOptimizers(OptimizerCallback):
 
 
 callbacks_map[NAME] = SwiftCallback
-optimizers_map[NAME] = TieredOptimizers
+optimizers_map[NAME] = SwiftOptimizers
