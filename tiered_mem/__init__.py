@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from . import optim
     from .activations.offload_context import OffloadContext
     from .block_context import async_save_on_cpu
-    from .process_manager import configure, default_manager
     from .manager import TieringManager
+    from .process_manager import configure, default_manager
 
 __version__ = "0.1.0"
 

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from .activations.forward_pass import ForwardPass, Saved, keep, untraced
-from .process_manager import default_manager
 from .manager import TieringManager
+from .process_manager import default_manager
 
 
 class async_save_on_cpu:

@@ -69,7 +69,9 @@ def arguments(*said: str) -> argparse.Namespace:
 
 
 @pytest.mark.usefixtures("features")
-def test_the_chunks_are_attached_where_the_flag_says_so(megatron: Any, device: str, default: TieringManager) -> None:
+def test_the_chunks_are_attached_where_the_flag_says_so(
+    megatron: Any, device: str, default: TieringManager
+) -> None:
     MindSpeedFeaturesManager.apply_features_patches(arguments())
     expected = megatron.train(device)
     assert not any(map(is_attached, expected))
@@ -78,8 +80,8 @@ def test_the_chunks_are_attached_where_the_flag_says_so(megatron: Any, device: s
     chunks: list[Stack] = megatron.train(device)
     assert all(map(is_attached, chunks))
     assert int(default.stats()["offloaded.blocks.total"]) > before
-    for chunk, other in zip(chunks, expected):
-        pairs = zip(chunk.parameters(), other.parameters())
+    for chunk, other in zip(chunks, expected, strict=True):
+        pairs = zip(chunk.parameters(), other.parameters(), strict=True)
         assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,9 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     """datasets makes its fingerprints with dill, which cannot pickle the pyarrow that is there."""
     monkeypatch.setattr(datasets.arrow_dataset, "generate_fingerprint", lambda dataset: "the same")
-    yield
 
 
 def trainer(folder: Path, *callbacks: TieringCallback, **arguments: Any) -> SFTTrainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import torch
 from torch import distributed
 
@@ -31,14 +31,13 @@ Outcome = tuple[list[float], list[torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def plugin() -> Iterator[None]:
+def plugin() -> None:
     """What pyproject.toml says is loaded, as verl does it."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_ENGINE_VENDOR", "tiered_mem")
         for name, value in points.items():
             EntryPoint(name, value, "verl.plugins").load()
-    yield
 
 
 @pytest.fixture
@@ -72,8 +71,9 @@ def test_build_optimizer_gives_a_tiered_one(device: str, default: TieringManager
 
     for arguments in {}, {"optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}}:
         _, expected = train(**arguments)
-        ours = {"override_optimizer_config": {**arguments.get("override_optimizer_config", {}), "residency": "host"}}
-        optimizer, outcome = train(**{**arguments, "optimizer_impl": "tiered_mem.optim", **ours})
+        options = {**arguments.get("override_optimizer_config", {}), "residency": "host"}
+        ours = {"optimizer_impl": "tiered_mem.optim", "override_optimizer_config": options}
+        optimizer, outcome = train(**{**arguments, **ours})
         assert isinstance(optimizer, TieredOptimizer)
         assert outcome[0] == expected[0]
         assert all(map(torch.equal, outcome[1], expected[1]))

@@ -40,6 +40,8 @@ def write_messages(path: Path, rows: int, words: int) -> Path:
     with path.open("w") as file:
         for row in numbers.tolist():
             said = [" ".join(map(str, each)) for each in (row[:8], row[8:])]
-            messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)
+            ]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path

@@ -1,4 +1,4 @@
-"""MindSpeed on Megatron: a feature that is appended to its list. Run with MindSpeed of July 2026, without Megatron."""
+"""MindSpeed: a feature that is appended to its list. Run with MindSpeed of July 2026, without Megatron."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """ms-swift: `tiered_mem` in its maps of callbacks and of optimizers. Run with ms-swift 4.6.
 
-Name a file in `--external_plugins` with the one line `import tiered_mem.integrations.swift`, in a folder of its own:
-ms-swift puts that folder before all others that Python imports from. Then `--callbacks tiered_mem` moves activations,
-and `--optimizer tiered_mem` the states of the optimizer that is chosen by `--optim`. The manager's arguments are the
-variables TIERED_MEM_*.
+Name a file in `--external_plugins` that has the one line `import tiered_mem.integrations.swift`, in a folder of its
+own: ms-swift puts that folder before all others that Python imports from. Then `--callbacks tiered_mem` moves
+activations, and `--optimizer tiered_mem` the states of the optimizer that `--optim` chooses. The arguments of the
+manager are the variables TIERED_MEM_*.
 """
 
 from __future__ import annotations

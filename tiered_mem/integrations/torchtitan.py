@@ -10,8 +10,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
-from ..process_manager import default_manager
 from ..optimizer.registered import Residency
+from ..process_manager import default_manager
 from .others import refuse_others
 
 
@@ -27,6 +27,8 @@ class TieredOptimizers(OptimizersContainer):
         attach: bool = False
         min_bytes: int | str = 1 << 20
 
+    optimizers: list[Any]
+
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
             raise ValueError(
@@ -38,9 +40,7 @@ class TieredOptimizers(OptimizersContainer):
         if manager.device.kind != "cpu" and "cpu" in devices:
             refuse_others(["--training.enable_cpu_offload"], "tiered_mem.integrations.torchtitan.optimizer")
         super().__init__(config, model_parts=model_parts)
-        self.optimizers = [
-            manager.register_optimizer(each, residency=config.residency) for each in self.optimizers
-        ]
+        self.optimizers = [manager.register_optimizer(each, residency=config.residency) for each in self.optimizers]
         if config.attach:
             for part in model_parts:
                 manager.attach(part, min_bytes=config.min_bytes)
@@ -65,10 +65,12 @@ class Attaching(ActivationCheckpointing):
 @override(target=OptimizersContainer.Config, description="optimizer states rest on the host or on disk")
 def optimizer(config: OptimizersContainer.Config, **arguments: Any) -> TieredOptimizers.Config:
     """residency: "host" or "disk". attach: activations move too, for a model without activation checkpointing."""
-    return derive(config, TieredOptimizers.Config, **arguments)
+    replacing: TieredOptimizers.Config = derive(config, TieredOptimizers.Config, **arguments)
+    return replacing
 
 
 @override(target=ActivationCheckpointing.Config, description="what checkpointing leaves saved is offloaded")
 def activations(config: ActivationCheckpointing.Config, **arguments: Any) -> Attaching.Config:
     """min_bytes: smaller tensors stay on the device."""
-    return derive(config, Attaching.Config, checkpointing=config, **arguments)
+    replacing: Attaching.Config = derive(config, Attaching.Config, checkpointing=config, **arguments)
+    return replacing
