@@ -1,1 +1,2 @@
-"""One line in each framework: each file is for one of them, imports it, and is imported by nothing else here."""
+"""One line in each framework: each file is for one of them, and imports it. What is built on
+transformers takes its callback."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, Field
-from transformers import Trainer, TrainerCallback
 
 from .others import refuse_others
 from .transformers import TieringCallback
@@ -25,7 +24,7 @@ class TieringPlugin(BasePlugin):
     def get_input_args(self) -> str:
         return f"{__name__}.{TieringArguments.__name__}"
 
-    def add_callbacks_post_trainer(self, cfg: Any, trainer: Trainer) -> list[TrainerCallback]:
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: object) -> list[TieringCallback]:
         if cfg.activation_offloading:
             refuse_others([f"activation_offloading: {cfg.activation_offloading}"], "TieringPlugin")
         return [TieringCallback(**cfg.tiered_mem or {})]
