@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
-from tests.integrations import tiny_llama
 
 if find_spec("axolotl") is None:
     pytest.skip("make test-integrations installs it", allow_module_level=True)
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from tests.integrations import tiny_llama
 
 pytestmark = [
     pytest.mark.slow(why="trainings of a framework that takes seconds to import"),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.tiny_llama import write_messages, write_model
-
 if find_spec("swift") is None:
     pytest.skip("make test-integrations installs ms-swift", allow_module_level=True)
+
+from tests.integrations.tiny_llama import write_messages, write_model
 
 pytestmark = [
     pytest.mark.slow(why="trainings of a framework that takes seconds to import"),

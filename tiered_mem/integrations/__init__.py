@@ -1,2 +1,1 @@
-"""One line in each framework: each file is for one of them, and imports it. What is built on
-transformers takes its callback."""
+"""One line in each framework. Each file is for one, and imports it, and transformers' where that is below."""
