@@ -30,14 +30,16 @@ class SwiftCallback(TieringCallback):
 
 
 class SwiftOptimizers(OptimizerCallback):
-    """The optimizer that ms-swift would make, tiered when it is made. Raises ValueError without our callback."""
+    """The optimizer that ms-swift would make, tiered from its making on. Raises ValueError without our callback."""
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        ours = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, SwiftCallback)]
+        if not ours:
+            raise ValueError(f"--optimizer {NAME} needs the callback, too: add --callbacks {NAME}")
         optimizer = super().create_optimizer(model)
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, SwiftCallback):
-                return callback.manager(self.args.device).register_optimizer(optimizer)
-        raise ValueError(f"--optimizer {NAME} needs the callback, too: add --callbacks {NAME}")
+        if self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled:
+            return optimizer  # the callback comes after the parameters are sharded, and sees to it
+        return ours[0].manager(self.args.device).register_optimizer(optimizer)
 
 
 callbacks_map[NAME] = SwiftCallback
