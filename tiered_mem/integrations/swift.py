@@ -36,7 +36,7 @@ class SwiftOptimizers(OptimizerCallback):
         ours = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, SwiftCallback)]
         if not ours:
             raise ValueError(f"--optimizer {NAME} needs the callback, too: add --callbacks {NAME}")
-        optimizer = super().create_optimizer(model)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled:
             return optimizer  # the callback comes after the parameters are sharded, and sees to it
         return ours[0].manager(self.args.device).register_optimizer(optimizer)
