@@ -53,12 +53,12 @@ ORDER = [
     [*WINGS],
     ["report"],
     ["manager"],
-    ["default_manager"],
+    ["process_manager"],
     ["block_context", "optim"],
     ["__init__"],
 ]
 # The longest chain of imports, from a file that imports none of the others.
-FLOORS = 17
+FLOORS = 18
 
 # Runs the command line, of which nothing else here knows.
 COMMAND = ROOT / "tiered_mem" / "__main__.py"
@@ -191,7 +191,8 @@ def test_product_code_imports_its_dependencies_only() -> None:
         foreign = {top(name) for name in imports(tree_of(path)) if not name.startswith(".")}
         foreign -= sys.stdlib_module_names | DEPENDENCIES | OPTIONAL
         foreign -= FOR_PEOPLE if path.parent.name == "cli" else set()
-        foreign -= {path.stem} if path.parent.name == "integrations" else set()
+        # axolotl takes what a plugin adds to its configuration as a class of pydantic's.
+        foreign -= {path.stem, "pydantic"} if path.parent.name == "integrations" else set()
         assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .default_manager import default_manager
 from .manager import TieringManager
+from .process_manager import default_manager
 
 # Those of register_optimizer, which each class takes beside the optimizer's own.
 _ARGUMENTS = ("bucket_bytes", "residency", "separable")

@@ -1,1 +1,1 @@
-"""One line in each framework: each file is for one of them, imports it, and is imported by nothing else here."""
+"""One line in each framework. Each file is for one, and imports it, and transformers' where that is below."""

@@ -11,7 +11,7 @@ import pytest
 
 import tiered_mem
 from tiered_mem import TieringManager
-from tiered_mem.default_manager import DefaultManager, arguments_of
+from tiered_mem.process_manager import DefaultManager, arguments_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,7 +72,7 @@ def test_a_name_that_is_no_argument_is_refused_when_it_is_said() -> None:
 @pytest.mark.schedules("eager", why="a process of its own")
 def test_it_is_closed_with_the_process(tmp_path: Path, device: str) -> None:
     code = (
-        "import tiered_mem; "
+        "import tiered_mem; tiered_mem.optim; "
         "tiered_mem.default_manager(); import os; print(len(os.listdir(os.environ['TIERED_MEM_SPILL_DIR'])))"
     )
     emulator = ["-m", "ascend_emulator"] if device.startswith("npu") else []

@@ -1,0 +1,76 @@
+"""torchtitan: two overrides, which are named in `--override.imports`. Run with torchtitan 0.3's modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+
+from ..optimizer.registered import Residency
+from ..process_manager import default_manager
+from .others import refuse_others
+
+
+class TieredOptimizers(OptimizersContainer):
+    """torchtitan's optimizers, with their states in the default manager's pool.
+
+    Raises ValueError where torchtitan keeps the parameters on the host, or makes the states itself.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        residency: Residency = "host"
+        attach: bool = False
+        min_bytes: int | str = 1 << 20
+
+    optimizers: list[Any]
+
+    def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
+        if config.implementation == "fused_opt_states_bf16":
+            raise ValueError(
+                "implementation='fused_opt_states_bf16' makes states that the tiered optimizer does not see: "
+                "write --optimizer.implementation fused"
+            )
+        manager = default_manager()
+        devices = {each.device.type for part in model_parts for each in part.parameters()}
+        if manager.device.kind != "cpu" and "cpu" in devices:
+            refuse_others(["--training.enable_cpu_offload"], "tiered_mem.integrations.torchtitan.optimizer")
+        super().__init__(config, model_parts=model_parts)
+        self.optimizers = [manager.register_optimizer(each, residency=config.residency) for each in self.optimizers]
+        if config.attach:
+            for part in model_parts:
+                manager.attach(part, min_bytes=config.min_bytes)
+
+
+class Attaching(ActivationCheckpointing):
+    """Checkpoints as was configured, and attaches the model to the default manager."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        checkpointing: ActivationCheckpointing.Config
+        min_bytes: int | str = 1 << 20
+
+    config: Config
+
+    def apply(self, model: torch.nn.Module) -> None:
+        checkpointing: Any = self.config.checkpointing.build(dump_folder=self.dump_folder)
+        checkpointing.apply(model)
+        default_manager().attach(model, min_bytes=self.config.min_bytes)
+
+
+@override(target=OptimizersContainer.Config, description="optimizer states rest on the host or on disk")
+def optimizer(config: OptimizersContainer.Config, **arguments: Any) -> TieredOptimizers.Config:
+    """residency: "host" or "disk". attach: activations move too, for a model without activation checkpointing."""
+    replacing: TieredOptimizers.Config = derive(config, TieredOptimizers.Config, **arguments)
+    return replacing
+
+
+@override(target=ActivationCheckpointing.Config, description="what checkpointing leaves saved is offloaded")
+def activations(config: ActivationCheckpointing.Config, **arguments: Any) -> Attaching.Config:
+    """min_bytes: smaller tensors stay on the device."""
+    replacing: Attaching.Config = derive(config, Attaching.Config, checkpointing=config, **arguments)
+    return replacing
