@@ -139,6 +139,7 @@ std::pair<Nanoseconds, Nanoseconds> Simulation::times_of(const Lane& lane) {
 template <class Done>
 void Simulation::wait_until(Call& call, Done done, Nanoseconds cost) {
   call.settle(*this);
+  if (done()) cost = std::min(cost, model_.query());  // nobody falls asleep, and has to be woken
   while (!done()) {
     if (const auto meeting = course_.step()) call.wait_for_end(*meeting);
   }
