@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from ..sizes import format_bytes, parse_bytes
 from .base import (
@@ -144,7 +145,7 @@ class PlannedPolicy:
                     self._limit = min(self._budget, self._given - between)
                 if kept := self.states.kept:
                     # What is kept of optimizer states is neither others' memory nor of the activations' budget.
-                    event = type(event)(device - kept, peak - kept, reserved - kept)
+                    event = replace(event, device=device - kept, peak=peak - kept, reserved=reserved - kept)
                 self._memory = event
                 if self._step is not None:
                     self._step.hear(event, self._residence.own)
@@ -232,7 +233,8 @@ class PlannedPolicy:
         if step is not None and step.undecided:
             self._choose(step)
         if step is None or step.table is None or name is None:
-            actions += residence.follow(self._learning(others).decide(event))
+            advice = self._learning(others).decide(event)
+            actions += residence.follow(advice if step is None else step.as_far_as_loose(advice))
             if others is None:
                 return actions
             return actions + self._guard(others + (0 if step is None else step.rise), step)
@@ -286,7 +288,7 @@ class PlannedPolicy:
     def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
         """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
         over = self._residence.own + beside - self._room
-        return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
+        return self._residence.free(over, () if step is None else {*step.in_use, *step.held}) if over > 0 else []
 
     def _spill(self, nbytes: int) -> list[Action]:
         if self._lru is not None:

@@ -56,10 +56,10 @@ class ObservingPolicy:
             case StepMeasured(number, seconds):
                 self.recording = self._ended.pop(number)
                 self.profile = self.recording.profile(seconds)
-            case Memory(device, peak):
+            case Memory(device):
                 self._device = device
                 if self._step is not None:
-                    self._step.recording.most(peak - sum(self._own.values()))
+                    self._step.hear(event, sum(self._own.values()))
             case _ if self._step is not None:
                 self._hear(event, self._step)
         return ()

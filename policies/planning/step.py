@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from ..base import Dropped, Event, ExactMemory, ForwardBegin, ForwardEnd, LayerBegin, Memory, Saved, Used
+from ..base import (
+    Action,
+    Dropped,
+    Event,
+    ExactMemory,
+    ForwardBegin,
+    ForwardEnd,
+    LayerBegin,
+    Memory,
+    Release,
+    Saved,
+    Used,
+)
 from .names import Name, StepNames
 from .recording import Recording
 from .repertoire import Known, Variant
@@ -23,7 +36,7 @@ class StepUnderWay:
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time. allocated, reserved: the most that was at an event,
     and with what lay between tensors. rise: the most that came from one event to the next. exact: whether memory is
-    told with all that comes and goes.
+    told with all that comes and goes. held: the blocks whose release would free nothing now, if that is told.
     """
 
     number: int
@@ -40,7 +53,9 @@ class StepUnderWay:
     reserved: int = 0
     rise: int = 0
     exact: bool = False
+    held: Collection[int] = ()
     undecided: bool = False
+    _due: Sequence[Action] = ()
     _parted: bool = False
     _level: int | None = None
 
@@ -65,7 +80,10 @@ class StepUnderWay:
 
     def hear(self, memory: Memory, own: int) -> None:
         """What was allocated until now. own: the bytes of the step's blocks."""
-        self.exact = type(memory) is ExactMemory
+        self.exact = isinstance(memory, ExactMemory)
+        self.held = memory.held if isinstance(memory, ExactMemory) else ()
+        for key in self.held:
+            self.recording.held(self.names.block(key))
         self.recording.most(memory.peak - own)
         if self._level is not None and memory.peak - self._level > self.rise:
             self.rise = memory.peak - self._level
@@ -76,6 +94,15 @@ class StepUnderWay:
             self.allocated = memory.device
         if memory.reserved > self.reserved:
             self.reserved = memory.reserved
+
+    def as_far_as_loose(self, advice: Sequence[Action]) -> list[Action]:
+        """What is advised, but a release of a block that is held only when it is let go.
+
+        A block would else be counted twice: as memory of others, and as one that may leave.
+        """
+        due = [*self._due, *advice]
+        self._due = [each for each in due if type(each) is Release and each.key in self.held]
+        return [each for each in due if each not in self._due]
 
     def take(self, event: Event, others: int | None) -> Name:
         """Records an event, and names it. others: bytes of the device beside the step's blocks."""
