@@ -49,7 +49,8 @@ _PATIENCE = 4
 _STRAYS = 8
 # Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
 _DRIFT = 0.02
-# Plans are made for so much less after each step that went above the budget, as a share of it.
+# Plans are made for so much less after each step that went above the budget, and the first whose blocks had other
+# sizes than the recorded ones, as a share of it.
 _MARGIN = 0.01
 _FETCHED_AHEAD = 8
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
@@ -109,6 +110,7 @@ class PlannedPolicy:
         self._lru: LRUPolicy | None = None
         self.account = Account(self._repertoire)
         self._overruns = 0
+        self._margins = 0
         self._untimed = 0  # steps since the last that was timed
         self._strays = 0  # steps since the last that was of a known kind
         self.asks: Collection[type[OnRequest]] = _RECORDED
@@ -120,8 +122,12 @@ class PlannedPolicy:
 
     @property
     def _room(self) -> int:
-        """The budget, less what optimizer states have of it and what lies unused by now."""
-        return self._limit - self.states.kept
+        """The budget, less what optimizer states have of it and what lies unused by now.
+
+        Where a step varies and plans have no margin for that yet, less that margin too.
+        """
+        varies = self._step is not None and self._step.varies and not self._margins
+        return self._limit - self.states.kept - int(varies * _MARGIN * self._budget)
 
     @property
     def plans_spills(self) -> bool:
@@ -182,6 +188,9 @@ class PlannedPolicy:
         self.account.ended(step)
         if step.table is not None and step.peak > self._budget - self.states.kept:
             self._overrun(step.peak + self.states.kept)
+        elif step.varies and not self._margins:
+            self._margins = 1
+            self._leave_out(self._given - self._budget)
         if self._fragments is not None and step.reserved:
             found = step.reserved - step.allocated + self._fragments // 2
             found = max(self._fragments, min(found, self._given // 4))
@@ -199,10 +208,11 @@ class PlannedPolicy:
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
         self._budget = self._limit = max(1, self._given - fragments)
-        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._overruns)))
+        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._margins)))
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
+        self._margins += 1
         self._leave_out(self._given - self._budget)
         if self._overruns >= 3:
             _log.warning(

@@ -36,7 +36,7 @@ class StepUnderWay:
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time. allocated, reserved: the most that was at an event,
     and with what lay between tensors. rise: the most that came from one event to the next. exact: whether memory is
-    told with all that comes and goes. held: the blocks whose release would free nothing now, if that is told.
+    told with all that comes and goes. varies: whether a block has another size than in the recorded step. held: the blocks whose release would free nothing now, if that is told.
     """
 
     number: int
@@ -53,6 +53,7 @@ class StepUnderWay:
     reserved: int = 0
     rise: int = 0
     exact: bool = False
+    varies: bool = False
     held: Collection[int] = ()
     undecided: bool = False
     _due: Sequence[Action] = ()
@@ -129,6 +130,8 @@ class StepUnderWay:
             for key, nbytes in event.blocks:
                 block = names.block(key)
                 if block is not None and block not in recording.blocks:
+                    if self.known is not None and self.variant.ratio == 1:
+                        self.varies |= self.known.profile.nbytes[len(self.sizes) :][:1] != [nbytes]
                     recording.save(block, nbytes)
                     self.sizes.append(nbytes)
                     self.undecided |= len(self.sizes) in (1, 8)
