@@ -110,7 +110,7 @@ class PlannedPolicy:
         self._lru: LRUPolicy | None = None
         self.account = Account(self._repertoire)
         self._overruns = 0
-        self._margins = 0
+        self._varies = False  # whether a step had blocks of other sizes than the recorded one
         self._untimed = 0  # steps since the last that was timed
         self._strays = 0  # steps since the last that was of a known kind
         self.asks: Collection[type[OnRequest]] = _RECORDED
@@ -126,7 +126,7 @@ class PlannedPolicy:
 
         Where a step varies and plans have no margin for that yet, less that margin too.
         """
-        varies = self._step is not None and self._step.varies and not self._margins
+        varies = self._step is not None and self._step.varies and not self._varies
         return self._limit - self.states.kept - int(varies * _MARGIN * self._budget)
 
     @property
@@ -188,8 +188,8 @@ class PlannedPolicy:
         self.account.ended(step)
         if step.table is not None and step.peak > self._budget - self.states.kept:
             self._overrun(step.peak + self.states.kept)
-        elif step.varies and not self._margins:
-            self._margins = 1
+        if step.varies and not self._varies:
+            self._varies = True
             self._leave_out(self._given - self._budget)
         if self._fragments is not None and step.reserved:
             found = step.reserved - step.allocated + self._fragments // 2
@@ -208,11 +208,10 @@ class PlannedPolicy:
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
         self._budget = self._limit = max(1, self._given - fragments)
-        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._margins)))
+        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * (self._overruns + self._varies))))
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
-        self._margins += 1
         self._leave_out(self._given - self._budget)
         if self._overruns >= 3:
             _log.warning(

@@ -36,7 +36,8 @@ class StepUnderWay:
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time. allocated, reserved: the most that was at an event,
     and with what lay between tensors. rise: the most that came from one event to the next. exact: whether memory is
-    told with all that comes and goes. varies: whether a block has another size than in the recorded step. held: the blocks whose release would free nothing now, if that is told.
+    told with all that comes and goes. varies: whether a block has another size than in the recorded step. held: the
+    blocks whose release would free nothing now, if that is told.
     """
 
     number: int

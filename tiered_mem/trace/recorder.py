@@ -180,7 +180,10 @@ class Trace:
     # Events become times in the order in which they were recorded.
 
     def poll(self, *, wait: bool = False) -> None:
-        """Looks which of the first few records have a time by now. wait: until all have, or DeviceFailed is raised."""
+        """Looks which of the first few records have a time by now.
+
+        wait: until all have, or DeviceFailed is raised.
+        """
         if wait:
             self._wait_until_pending(0)
         for _ in range(_READ_AT_ONCE):
@@ -203,6 +206,8 @@ class Trace:
         while len(self._pending) > most:
             self._device.wait_for(self._pending[0].events[-1])
             self._time_first()
+            while len(self._pending) > most and self._pending[0].events[-1].query():  # which costs less
+                self._time_first()
 
     def _time_first(self) -> None:
         record, base, events = self._pending.popleft()
