@@ -53,6 +53,8 @@ _DRIFT = 0.02
 # sizes than the recorded ones, as a share of it.
 _MARGIN = 0.01
 _FETCHED_AHEAD = 8
+# Optimizer states pass through this part of the budget.
+_PASSING = 16
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, Refused})
 _TIMED = _PLAYED | {StepMeasured}
@@ -101,7 +103,7 @@ class PlannedPolicy:
         if self._budget < 1:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         host = None if host_bytes is None else parse_bytes(host_bytes)
-        self.states = StatesShare()
+        self.states = StatesShare(passing=self._given // _PASSING)
         self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states)
         self._residence = Residence()
         self._memory: Memory | None = None
