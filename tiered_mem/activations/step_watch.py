@@ -72,7 +72,7 @@ class StepWatch:
         if self._exact:
             alive = filter(None, map(self._blocks.find, self._held))
             self._held = {block.key: None for block in held_by_others(alive)}
-            return ExactMemory(allocated, peak, reserved, self._held.keys())
+            return ExactMemory(allocated, peak, reserved, frozenset(self._held))
         most = peak if peak > self._highest else allocated
         self._highest = peak
         return Memory(allocated, most, reserved)
