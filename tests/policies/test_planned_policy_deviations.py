@@ -18,6 +18,8 @@ from tests.policies.simulated.steps import (
     Compute,
     Drop,
     Step,
+    budget_between,
+    profile,
 )
 from tiered_mem.policies import (
     Event,
@@ -32,7 +34,7 @@ from tiered_mem.policies import (
     StepEnd,
     StepMeasured,
 )
-from tiered_mem.policies.planning import Link
+from tiered_mem.policies.planning import Link, plan
 
 
 def test_a_longer_step_that_cannot_keep_the_budget_is_warned_of_and_goes_on(
@@ -199,11 +201,12 @@ def test_without_word_of_memory_it_goes_on_as_it_began() -> None:
 def test_a_step_whose_blocks_vary_keeps_the_budget_from_the_first_on() -> None:
     """As in a mixture of experts: what comes and goes is somewhat more, where nobody has seen it before."""
     step = gpt(layers=12)
-    policy, budget = planned(step, 0.2)
+    known = profile(step)
+    budget = plan(known, budget_between(known, 0.2), LINK).peak  # of which nothing is left over
     more = budget // 150
     blocks = [replace(block, nbytes=block.nbytes + (b % 2 or -1) * 65536) for b, block in enumerate(step.blocks)]
     code = [replace(each, work=each.work + more) if isinstance(each, Compute) else each for each in step.code]
-    machine = Machine(policy, LINK)
+    machine = Machine(PlannedPolicy(budget, LINK), LINK)
     machine.run(step)
     for _ in range(3):
         assert machine.run(Step(blocks, code)).peak <= budget
