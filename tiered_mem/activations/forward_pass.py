@@ -79,7 +79,7 @@ class ForwardPass:
             tensor.untyped_storage() for tensor in inputs if type(tensor) is torch.Tensor and has_storage(tensor)
         ]
         self._inputs = {storage._cdata: layer for storage in storages}
-        self._addresses = [StorageWeakRef(storage) for storage in storages]
+        self._addresses = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
         if self._strays:
             self._claim_strays(layer)
         return layer
