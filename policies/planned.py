@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from ..sizes import format_bytes, parse_bytes
 from .base import (
@@ -40,7 +41,8 @@ _PATIENCE = 4
 _STRAYS = 8
 # Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
 _DRIFT = 0.02
-# Plans are made for so much less after each step that went above the budget, as a share of it.
+# Plans are made for so much less after each step that went above the budget, and the first whose blocks had other
+# sizes than the recorded ones, as a share of it.
 _MARGIN = 0.01
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
@@ -97,8 +99,10 @@ class PlannedPolicy:
         self._ended: dict[int, StepUnderWay] = {}
         self.account = Account(self._repertoire)
         self._player = Player(self._repertoire)
-        self._player.room = self._limit
+        self._player.limit = self._limit
+        self._player.varying = int(_MARGIN * self._budget)
         self._overruns = 0
+        self._varies = False  # whether a step had blocks of other sizes than the recorded one
         self._untimed = 0  # steps since the last that was timed
         self._strays = 0  # steps since the last that was of a known kind
         self.asks: Collection[type[OnRequest]] = _RECORDED
@@ -152,8 +156,8 @@ class PlannedPolicy:
             self._limit = min(self._budget, self._given - between)
         if kept := self.states.kept:
             # What is kept of optimizer states is neither others' memory nor of the activations' budget.
-            memory = type(memory)(device - kept, peak - kept, reserved - kept)
-        self._player.room = self._limit - kept
+            memory = replace(memory, device=device - kept, peak=peak - kept, reserved=reserved - kept)
+        self._player.limit = self._limit - kept
         self._player.hear(memory)
 
     def _begin(self, number: int) -> None:
@@ -171,6 +175,13 @@ class PlannedPolicy:
         self.account.ended(step)
         if step.table is not None and step.peak > self._budget - self.states.kept:
             self._overrun(step.peak + self.states.kept)
+        if step.varies and not self._varies:
+            self._varies = True
+            self._leave_out(self._given - self._budget)
+        if step.varies and not self._varies:
+            self._varies = True
+            self._player.varying = 0
+            self._leave_out(self._given - self._budget)
         if self._fragments is not None and step.reserved:
             found = step.reserved - step.allocated + self._fragments // 2
             found = max(self._fragments, min(found, self._given // 4))
@@ -197,8 +208,8 @@ class PlannedPolicy:
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
         self._budget = self._limit = max(1, self._given - fragments)
-        self._player.room = self._limit - self.states.kept
-        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._overruns)))
+        self._player.limit = self._limit - self.states.kept
+        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * (self._overruns + self._varies))))
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1

@@ -13,6 +13,8 @@ import torch
 
 from tests.models import stack
 from tiered_mem import TieringManager
+from tiered_mem.activations.block import SavedBlocks, held_by_others
+from tiered_mem.device import Device
 from tiered_mem.policies import (
     Action,
     Dropped,
@@ -92,6 +94,32 @@ def by_step(told: list[Event]) -> list[list[Event]]:
         elif steps and not isinstance(event, (StepEnd, *BESIDE)):
             steps[-1].append(event)
     return steps
+
+
+def test_parts_of_a_tensor_are_held_until_nobody_else_has_it(device: str) -> None:
+    blocks = SavedBlocks(Device(device))
+    parts = list(torch.ones(64, 4096, device=device).split(1024))
+    whole = torch.ones(64, 4096, device=device)
+    saved = list(dict.fromkeys(blocks.save(tensor)[0] for tensor in (*parts, whole, whole.view(-1))))
+    assert held_by_others(saved) == saved
+    del whole
+    assert held_by_others(saved) == saved[:-1]
+    del parts[1:]
+    assert held_by_others(saved) == saved[:-1]  # all are of one storage
+    parts.clear()
+    assert held_by_others(saved) == []
+
+
+def test_exact_memory_tells_of_the_input_that_a_layer_still_has(device: str) -> None:
+    told = told_in(Listening(1, {ExactMemory}), device, steps=2)
+    layers = {key: event.layer for event in told if isinstance(event, Saved) for key, _ in event.blocks}
+    ends = [i for i, event in enumerate(told) if isinstance(event, ForwardEnd)]
+    for memory, event in pairwise(told[ends[0] : ends[1]]):
+        held = {layers[key] for key in memory.held} if isinstance(memory, ExactMemory) else set()
+        if isinstance(event, Saved):
+            assert event.layer in held
+        elif isinstance(event, LayerBegin) and not event.backward:
+            assert held <= {0, event.layer - 1}  # the caller has the first, and this layer the last one
 
 
 def test_each_use_is_told_of_the_layer_that_saved_it(device: str) -> None:

@@ -217,6 +217,23 @@ def test_a_trace_that_was_cut_off_anywhere_can_be_read(device: str, tmp_path: Pa
     scene.finish()
 
 
+def test_times_that_are_due_are_read_a_few_at_once(device: str, link: Link) -> None:
+    """The host would else be held up, just where a step begins."""
+    scene = Scene(device)
+    source, destination = scene.pair("offload", MIB)
+    link(SLOW)
+    with scene.trace.copying("offload", scene.side, MIB, 1), scene.device.on(scene.side):
+        destination.copy_(source, non_blocking=True)
+    for layer in range(20):
+        scene.trace.layer_begins(0, layer)
+    before = len(scene.trace._pending)
+    scene.finish()
+    scene.trace.poll()
+    assert before - 4 <= len(scene.trace._pending) < max(before, 1)
+    scene.trace.poll(wait=True)
+    assert not scene.trace._pending
+
+
 def test_no_more_records_are_pending_than_may_be(device: str, link: Link) -> None:
     scene = Scene(device, pending=5)
     source, destination = scene.pair("offload", MIB)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ascend_emulator
 
-from .links import LINKS
+from .links import LATENCY, LINKS
 
 if TYPE_CHECKING:
     from .contest import Measured
@@ -43,7 +43,7 @@ def main() -> int:
     from .contest import Contest
     from .trainings import TRAININGS
 
-    contest = Contest(TRAININGS[model], Link(there.out, there.back))
+    contest = Contest(TRAININGS[model], Link(there.out, there.back, latency=LATENCY))
     orders, megatrons, swaps = [], [], []
     for made in contest.layer_orders():
         orders.append(made)
@@ -67,6 +67,7 @@ def main() -> int:
                 "share": float(share),
                 "budget": budget,
                 "bound": contest.bound(budget),
+                "foreseeable": contest.foreseeable(budget),
                 "auto": auto,
                 "error": error,
                 "layer_order": best(orders, budget),

@@ -17,6 +17,7 @@ from tiered_mem.policies.planning.bound import floor, least_seconds
 from tiered_mem.policies.planning.link import Link
 from tiered_mem.policies.planning.table import Table
 
+from .loads import alike, fullest
 from .megatron import MegatronPolicy
 from .observed import ObservingPolicy, PlayingPolicy
 from .smart_swap import SmartSwap
@@ -53,21 +54,33 @@ class Contest:
         self._used.step(0)  # which makes the optimizer's states
         self.plain = _steps(self._used)
         observing = ObservingPolicy()
-        _of(self._used, observing, beginning=1)
-        if observing.profile is None or observing.recording is None:
-            raise RuntimeError("the plain step was not measured")
-        self.profile, self.recording = observing.profile, observing.recording
+        _of(self._used, observing, beginning=1, ending=1)
+        profiles, kinds = observing.profiles, self._used.kinds
+        if len(profiles) != 1 + kinds or observing.recording is None or not alike(profiles):
+            raise RuntimeError(f"{kinds} plain steps were to be measured, with the same events")
+        self._plain_steps = profiles[1:]
+        self.profile, self.recording = profiles[-1], observing.recording
         self.layers: int = next(name[2] for name in self.recording.names if name[0] == "begin")
-        self.floor = floor(self.profile.moments)[0]
+        self.floor = max(floor(step.moments)[0] for step in self._plain_steps)
 
     def budget(self, share: float) -> int:
         """So far from the least that a plan can keep to what the plain step takes."""
         return int(self.floor + share * (self.plain.peak - self.floor))
 
     def bound(self, budget: int) -> float:
-        """The seconds of a step that no plan within the budget can better."""
-        moments = self.profile.moments
-        return self.plain.seconds + least_seconds(moments, budget, self._link) - moments.end
+        """The mean seconds of a step that no plan within the budget can better."""
+        waits = [least_seconds(step.moments, budget, self._link) - step.moments.end for step in self._plain_steps]
+        return self.plain.seconds + sum(waits) / len(waits)
+
+    def foreseeable(self, budget: int) -> float:
+        """The same for plans that cannot know a step's loads beforehand, and leave room for the fullest.
+
+        On a link with latency: none of the copies is faster than that of the largest block.
+        """
+        largest = max(self.profile.nbytes)
+        rates = [largest / (largest / rate + self._link.latency) for rate in (self._link.out, self._link.back)]
+        moments = fullest(self._plain_steps).moments
+        return self.plain.seconds + least_seconds(moments, budget, Link(*rates)) - moments.end
 
     def layer_orders(self) -> Iterator[Measured]:
         """All settings: k layers leave, and up to three of them are on their way."""
@@ -103,6 +116,7 @@ def _of(
     policy: Policy | str,
     *,
     beginning: int,
+    ending: int = 0,
     budget: int | None = None,
     setting: str = "",
 ) -> Measured:
@@ -113,6 +127,8 @@ def _of(
         stack.enter_context(manager)
         stack.enter_context(manager.attach(training.model))
         found = _steps(training, beginning, setting)
+        for number in range(training.kinds, training.kinds + ending):
+            training.step(number)
     del training
     gc.collect()
     return found

@@ -14,6 +14,8 @@ class ChipLink:
     back: float
 
 
+LATENCY = 5e-6  # of a copy, in seconds; of all servers that are modelled
+
 LINKS = {
     "910b-50": ChipLink("910b3", 50e9, 50e9),
     "910b-25": ChipLink("910b3", 25e9, 25e9),

@@ -26,9 +26,9 @@ _UNTOLD = (Memory, StepMeasured, Refused, StepBegin, StepEnd)
 
 
 class ObservingPolicy:
-    """Moves nothing, and keeps what it hears of the last step that was measured.
+    """Moves nothing, and keeps what it hears of each step that was measured.
 
-    recording, profile: of that step; None before there is one.
+    recording: of the last of them; None before there is one. profiles: of all.
     """
 
     gather_bytes = 1
@@ -36,7 +36,7 @@ class ObservingPolicy:
 
     def __init__(self) -> None:
         self.recording: Recording | None = None
-        self.profile: Profile | None = None
+        self.profiles: list[Profile] = []
         self._own: dict[int, int] = {}
         self._device = 0
         self._step: StepUnderWay | None = None
@@ -55,11 +55,11 @@ class ObservingPolicy:
                 self._step = None
             case StepMeasured(number, seconds):
                 self.recording = self._ended.pop(number)
-                self.profile = self.recording.profile(seconds)
-            case Memory(device, peak):
+                self.profiles.append(self.recording.profile(seconds))
+            case Memory(device):
                 self._device = device
                 if self._step is not None:
-                    self._step.recording.most(peak - sum(self._own.values()))
+                    self._step.hear(event, sum(self._own.values()))
             case _ if self._step is not None:
                 self._hear(event, self._step)
         return ()

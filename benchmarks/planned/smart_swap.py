@@ -9,6 +9,8 @@ from tiered_mem.policies.planning.names import Name
 from tiered_mem.policies.planning.plan import Plan
 from tiered_mem.policies.planning.profile import Profile
 
+from .loads import memory
+
 # What its configuration has: bytes of the smallest tensor, bytes each second both ways, and the weight of sizes.
 _SMALLEST = 20 << 20
 _RATE = 25.6e9
@@ -34,7 +36,7 @@ class SmartSwap:
         self._begins = sorted({0, *layers, len(names)})
         seconds = [sum(profile.seconds[a:z]) for a, z in zip(self._begins, self._begins[1:], strict=False)]
         self._room_out, self._room_back = list(seconds), list(seconds)
-        self._need = [most - target for most in _memory(profile)]
+        self._need = [most - target for most in memory(profile)]
 
     def plan(self) -> Plan:
         """The choice, without a prediction. Above the target where nothing more can leave."""
@@ -102,18 +104,6 @@ class SmartSwap:
         reload[b] = min(max(self._begins[back], release[b] + 1), profile.used[b])
         for k in range(release[b], reload[b]):
             self._need[k] -= profile.nbytes[b]
-
-
-def _memory(profile: Profile) -> list[int]:
-    change = [0] * (len(profile.seconds) + 1)
-    for nbytes, saved, dropped in zip(profile.nbytes, profile.saved, profile.dropped, strict=True):
-        change[saved] += nbytes
-        change[dropped] -= nbytes
-    memory, now = [], 0
-    for more, unmovable in zip(change, profile.unmovable, strict=False):
-        now += more
-        memory.append(now + unmovable)
-    return memory
 
 
 def _share(values: dict[int, float], b: int) -> float:

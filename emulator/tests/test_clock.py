@@ -65,6 +65,7 @@ def test_events_speak_modelled_time(said: dict[str, Said]) -> None:
     assert events["early"] == "aclrtEventElapsedTime: an event has not been reached yet"
     assert events["spans"] == [["copy_h2d", 25, 131]]
     assert (events["elapsed"], events["now"]) == (126, 161)
+    assert events["again"] == 162  # a wait for what has passed costs a query
 
 
 def test_a_copy_runs_beside_the_computing_of_two_streams_that_share_an_engine(said: dict[str, Said]) -> None:

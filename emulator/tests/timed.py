@@ -162,7 +162,8 @@ def events(bench: Bench) -> Said:
     early = bench.elapsed_us(first, last)
     bench.acl.check("aclrtSynchronizeEvent", last)
     now = bench.now()
-    return {"early": early, "elapsed": bench.elapsed_us(first, last), "now": now}
+    bench.acl.check("aclrtSynchronizeEvent", first)
+    return {"early": early, "elapsed": bench.elapsed_us(first, last), "now": now, "again": bench.now()}
 
 
 def computing_beside_a_copy(bench: Bench) -> Said:

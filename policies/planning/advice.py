@@ -22,6 +22,8 @@ _NONE = 0.005
 # Of the budget: what is less is not worth a line.
 _LITTLE = 0.05
 _MOST = 3
+# What a profile has of each block that a checkpoint leaves as it is.
+_KEPT = ("nbytes", "saved", "dropped", "backward", "loose")
 
 # The seconds that a step is shorter with it, and the sentence.
 _Found = tuple[float, str]
@@ -162,5 +164,5 @@ def checkpointed(
         unmovable=unmovable,
         standing=(),
         used=[used[b] for b in keep],
-        **{name: [getattr(profile, name)[b] for b in keep] for name in ("nbytes", "saved", "dropped", "backward")},
+        **{name: [getattr(profile, name)[b] for b in keep] for name in _KEPT if getattr(profile, name)},
     )

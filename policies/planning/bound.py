@@ -38,12 +38,12 @@ class BudgetTooSmall(ValueError):
 def floor(moments: Moments) -> tuple[int, int, int]:
     """The least budget that a plan can keep, the moment that needs it, and the bytes there that are no blocks.
 
-    At each moment, what cannot move and the blocks in use, with those that are just being saved.
+    At each moment, what cannot move and the blocks in use, with those that forward still has.
     """
     change = [0] * (len(moments) + 1)  # of the bytes that may be away
-    for n, s, u in zip(moments.nbytes, moments.saved, moments.used, strict=True):
-        if s + 1 < u:
-            change[s + 1] += n
+    for n, free, u in zip(moments.nbytes, moments.loose, moments.used, strict=True):
+        if free < u:
+            change[free] += n
             change[u] -= n
     least = list(map(int.__sub__, moments.full, accumulate(change)))
     if not least:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import add
@@ -19,8 +20,8 @@ class Moments:
 
     Of each moment: full, the most bytes of device memory if no block ever leaves; clock, when it comes, in seconds
     from the beginning and without stalls; action, the position at which its actions are taken. Of each block, as in
-    a `Profile`: nbytes, and the moments saved, used and dropped. total: the bytes of all of them. end: the seconds
-    of the step.
+    a `Profile`: nbytes, and the moments saved, used and dropped; and loose, the first at which it may be released.
+    total: the bytes of all of them. end: the seconds of the step.
     by_use: the blocks in the order of their first uses. use_rank: the place of each in it.
     """
 
@@ -30,6 +31,7 @@ class Moments:
         unmovable: Sequence[int],
         nbytes: Sequence[int],
         saved: Sequence[int],
+        loose: Sequence[int],
         used: Sequence[int],
         dropped: Sequence[int],
     ) -> None:
@@ -50,6 +52,7 @@ class Moments:
         self.nbytes = list(nbytes)
         self.total = sum(self.nbytes)
         self.saved = [place[k] for k in saved]
+        self.loose = [max(g + 1, bisect_left(self.action, k)) for g, k in zip(self.saved, loose, strict=True)]
         self.used = [place[k] for k in used]
         self.dropped = [place[k] for k in dropped]
         self.by_use = sorted(range(len(self.nbytes)), key=self.used.__getitem__)

@@ -29,7 +29,7 @@ class Plan:
     """Which blocks leave, and at which positions their actions are taken.
 
     release, reload: of the blocks that leave, numbered as in the profile. Each is offloaded when it is saved, so
-    that saved < release < reload <= used.
+    that saved < loose <= release < reload <= used.
     peak: the most bytes of device memory, by count of what is issued and so whatever the copies' times. budget: the
     most that was allowed. seconds: the step as predicted. stalls: of these, the waits. bound: a time that no plan
     within the budget can better.

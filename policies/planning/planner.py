@@ -149,7 +149,7 @@ class Planner:
             # Released as soon as its copy has ended, a block makes room for reloads.
             times, copied = prediction.arrivals(moments), prediction.copied
             release = {
-                b: min(g, max(moments.saved[b] + 1, bisect_left(times, copied[b])))
+                b: min(g, max(moments.loose[b], bisect_left(times, copied[b])))
                 for b, g in selection.release.items()
             }
         return best if best is not None else draft

@@ -38,19 +38,25 @@ class Player:
     A step is thought about event by event, and what was answered is a script. The next one like it is only compared
     with that, and thought about from where it differs.
 
-    step: the one that goes on. room: the bytes that it may have on the device, with all else. decided: whether it
-    has become clear what it is. strange: that it is of no known kind, or longer than any.
+    step: the one that goes on. limit: the bytes that it may have on the device, with all else. varying: how much
+    of these is left free in a step whose blocks have other sizes than the recorded ones. decided: whether it has
+    become clear what the step is. strange: that it is of no known kind, or longer than any.
     """
 
     def __init__(self, repertoire: Repertoire) -> None:
         self.step: StepUnderWay | None = None
-        self.room = 0
+        self.limit = self.varying = 0
         self.decided = self.strange = False
         self._repertoire = repertoire
         self._residence = Residence()
         self._memory: Memory | None = None
         self._repetition: Repetition | None = None
         self._lru: LRUPolicy | None = None
+
+    @property
+    def room(self) -> int:
+        """The bytes to keep to in this step."""
+        return self.limit - self.varying if self.step is not None and self.step.varies else self.limit
 
     @property
     def resident(self) -> int:
@@ -160,7 +166,8 @@ class Player:
         if step is not None and step.undecided:
             self._choose(step)
         if step is None or step.table is None or name is None:
-            actions += residence.follow(self._learning(others).decide(event))
+            advice: Sequence[Action] = self._learning(others).decide(event)
+            actions += residence.follow(advice if step is None else step.as_far_as_loose(advice))
             if others is None:
                 return actions
             return actions + self._guard(others + (0 if step is None else step.rise), step)
@@ -200,7 +207,7 @@ class Player:
         over = self._residence.own + beside - self.room
         if step is not None:
             step.spare = min(step.spare, -over)
-        return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
+        return self._residence.free(over, () if step is None else {*step.in_use, *step.held}) if over > 0 else []
 
     def _learning(self, others: int | None) -> LRUPolicy:
         """What decides where there is no plan."""

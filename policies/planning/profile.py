@@ -24,6 +24,8 @@ class Profile:
     nbytes[b]: its size. saved[b], used[b], dropped[b]: the positions at which it is saved, first used in backward,
         and dropped; the number of positions where that comes after the step.
     backward[b]: the position at which the backward of its layer begins; blocks with the same one return together.
+    loose[b]: the first position at which its release frees its memory, as nobody beside backward has it any more.
+        Empty means that it is the one after the save.
 
     Raises ValueError for sequences that do not fit together, and for lives that are not in this order.
     """
@@ -36,6 +38,7 @@ class Profile:
     dropped: Sequence[int]
     backward: Sequence[int]
     standing: Sequence[int] = ()
+    loose: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         positions, blocks = len(self.seconds), len(self.nbytes)
@@ -44,10 +47,11 @@ class Profile:
                 f"seconds are of {positions} positions, unmovable of {len(self.unmovable)}, "
                 f"standing of {len(self.standing)}"
             )
-        if {len(self.saved), len(self.used), len(self.dropped), len(self.backward)} != {blocks}:
+        loose = len(self.loose) or blocks
+        if {len(self.saved), len(self.used), len(self.dropped), len(self.backward), loose} != {blocks}:
             raise ValueError(
                 f"nbytes are of {blocks} blocks, saved of {len(self.saved)}, used of {len(self.used)}, dropped of "
-                f"{len(self.dropped)}, backward of {len(self.backward)}"
+                f"{len(self.dropped)}, backward of {len(self.backward)}, loose of {loose}"
             )
         before = 0
         for b, (saved, used, dropped) in enumerate(zip(self.saved, self.used, self.dropped, strict=True)):
@@ -66,7 +70,8 @@ class Profile:
     @cached_property
     def moments(self) -> Moments:
         """The positions as the planner sees them."""
-        return Moments(self.seconds, self.unmovable, self.nbytes, self.saved, self.used, self.dropped)
+        loose = self.loose or [saved + 1 for saved in self.saved]
+        return Moments(self.seconds, self.unmovable, self.nbytes, self.saved, loose, self.used, self.dropped)
 
     def standing_at(self, standing: Sequence[int]) -> Profile:
         """The step as it is when so much memory is allocated at each position.

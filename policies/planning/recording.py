@@ -16,6 +16,7 @@ class _Life:
     used: int | None = None
     dropped: int | None = None
     backward: int = 0
+    loose: int = 0
 
 
 @dataclass
@@ -60,6 +61,11 @@ class Recording:
         """At most so much was allocated beside the blocks since the last event."""
         if self._unmovable and others > self._unmovable[-1]:
             self._unmovable[-1] = others
+
+    def held(self, block: Name | None) -> None:
+        """Somebody beside backward has the block when the next event comes."""
+        if block is not None and (life := self.blocks.get(block)) is not None:
+            life.loose = len(self.names) + 1
 
     def take_over(self, count: int, names: Sequence[Name], like: Profile) -> list[float]:
         """The seconds of the first positions, and at least its memory, from a step that has these names."""
@@ -110,7 +116,7 @@ class Recording:
     def profile(self, seconds: Sequence[float]) -> Profile:
         """Raises ValueError where there are not as many seconds as positions."""
         end = len(self.names)
-        nbytes, saved, used, dropped, backward = [], [], [], [], []
+        nbytes, saved, used, dropped, backward, loose = [], [], [], [], [], []
         for life in self.blocks.values():
             last = end if life.dropped is None else life.dropped
             nbytes.append(life.nbytes)
@@ -118,4 +124,6 @@ class Recording:
             used.append(last if life.used is None else min(life.used, last))
             dropped.append(last)
             backward.append(last if life.used is None else life.backward)
-        return Profile(list(seconds), self._unmovable, nbytes, saved, used, dropped, backward, self.standing)
+            loose.append(max(life.loose, life.saved + 1))
+        lives = (nbytes, saved, used, dropped, backward)
+        return Profile(list(seconds), self._unmovable, *lives, self.standing, loose)

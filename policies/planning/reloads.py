@@ -19,7 +19,7 @@ def latest_reloads(moments: Moments, release: Mapping[int, int], link: Link, lea
     back = list(moments.used)
     if lead == 0:
         return back
-    clock, nbytes, saved = moments.clock, moments.nbytes, moments.saved
+    clock, nbytes, loose = moments.clock, moments.nbytes, moments.loose
     slowness, latency = lead / link.back, lead * link.latency
     free = float("inf")
     for b in reversed(moments.by_use):
@@ -31,7 +31,7 @@ def latest_reloads(moments: Moments, release: Mapping[int, int], link: Link, lea
             if free < at - 4 * seconds:
                 free = at - 4 * seconds  # a queue that cannot keep up must not push reloads ever further ahead
             begin = bisect_right(clock, free, 0, use + 1) - 1
-            back[b] = begin if begin > saved[b] else saved[b] + 1
+            back[b] = begin if begin > loose[b] else loose[b]
     return back
 
 

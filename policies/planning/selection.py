@@ -39,6 +39,7 @@ class Selector:
         for rank, b in enumerate(self._ranked):
             self._rank[b] = rank
         self._backward = backward
+        self._by_loose = sorted(range(len(nbytes)), key=moments.loose.__getitem__)
 
     @cached_property
     def _lower(self) -> list[int]:
@@ -54,7 +55,8 @@ class Selector:
         for the copy that ends first. Where there is none of these either, what shall be back comes later.
         """
         moments, rank, ranked, backward = self._moments, self._rank, self._ranked, self._backward
-        clock, nbytes, saved, used = moments.clock, moments.nbytes, moments.saved, moments.used
+        clock, nbytes, loose, used = moments.clock, moments.nbytes, moments.loose, moments.used
+        by_loose = self._by_loose
         back = list(back)
         due = [0] * (len(moments) + 1)  # bytes that come back, by moment
         young: list[tuple[float, int]] = []  # blocks by the end of their copy
@@ -71,9 +73,10 @@ class Selector:
             excess = beyond - away
             if excess <= 0:
                 continue
-            while known < len(saved) and saved[known] < g:
-                if known not in stays:
-                    heappush(young, (ready[known], known))
+            while known < len(by_loose) and loose[by_loose[known]] <= g:
+                b = by_loose[known]
+                if b not in stays:
+                    heappush(young, (ready[b], b))
                 known += 1
             now = clock[g]
             while young and young[0][0] <= now:

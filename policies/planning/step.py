@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ..base import Action, Dropped, Event, ExactMemory, ForwardBegin, ForwardEnd, LayerBegin, Memory, Saved, Used
+from ..base import (
+    Action,
+    Dropped,
+    Event,
+    ExactMemory,
+    ForwardBegin,
+    ForwardEnd,
+    LayerBegin,
+    Memory,
+    Release,
+    Saved,
+    Used,
+)
 from .names import Name, StepNames
 from .recording import Recording
 from .repertoire import COMPARED, Known, Variant
@@ -26,7 +38,8 @@ class StepUnderWay:
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time. allocated, reserved: the most that was at an event,
     and with what lay between tensors. rise: the most that came from one event to the next. exact: whether memory is
-    told with all that comes and goes.
+    told with all that comes and goes. varies: whether a block has another size than in the recorded step. held: the
+    blocks whose release would free nothing now, if that is told.
     spare: the least room that there was at the last event for what was to be held. transcript: for a script; None
     where it cannot be repeated.
     """
@@ -45,10 +58,13 @@ class StepUnderWay:
     reserved: int = 0
     rise: int = 0
     exact: bool = False
+    varies: bool = False
+    held: Collection[int] = ()
     undecided: bool = False
     spare: float = inf
     transcript: Transcript | None = field(default_factory=Transcript)
     _settled: bool = False
+    _due: Sequence[Action] = ()
     _parted: bool = False
     _level: int | None = None
 
@@ -75,7 +91,10 @@ class StepUnderWay:
 
     def hear(self, memory: Memory, own: int) -> None:
         """What was allocated until now. own: the bytes of the step's blocks."""
-        self.exact = type(memory) is ExactMemory
+        self.exact = isinstance(memory, ExactMemory)
+        self.held = memory.held if isinstance(memory, ExactMemory) else ()
+        for key in self.held:
+            self.recording.held(self.names.block(key))
         self.recording.most(memory.peak - own)
         if self._level is not None and memory.peak - self._level > self.rise:
             self.rise = memory.peak - self._level
@@ -121,6 +140,15 @@ class StepUnderWay:
         for memory in repetition.memories:
             self._count(memory)
 
+    def as_far_as_loose(self, advice: Sequence[Action]) -> list[Action]:
+        """What is advised, but a release of a block that is held only when it is let go.
+
+        A block would else be counted twice: as memory of others, and as one that may leave.
+        """
+        due = [*self._due, *advice]
+        self._due = [each for each in due if type(each) is Release and each.key in self.held]
+        return [each for each in due if each not in self._due]
+
     def take(self, event: Event, others: int | None) -> Name:
         """Records an event, and names it. others: bytes of the device beside the step's blocks."""
         recording, names = self.recording, self.names
@@ -146,6 +174,8 @@ class StepUnderWay:
             for key, nbytes in event.blocks:
                 block = names.block(key)
                 if block is not None and block not in recording.blocks:
+                    if self.known is not None and self.variant.ratio == 1:
+                        self.varies |= self.known.profile.nbytes[len(self.sizes) :][:1] != [nbytes]
                     recording.save(block, nbytes)
                     self.sizes.append(nbytes)
                     self.undecided |= len(self.sizes) in (1, COMPARED)

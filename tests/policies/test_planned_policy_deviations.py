@@ -18,9 +18,13 @@ from tests.policies.simulated.steps import (
     Compute,
     Drop,
     Step,
+    budget_between,
+    profile,
 )
 from tiered_mem.policies import (
     Event,
+    ExactMemory,
+    ForwardBegin,
     LayerBegin,
     LayerEnd,
     Offload,
@@ -30,7 +34,7 @@ from tiered_mem.policies import (
     StepEnd,
     StepMeasured,
 )
-from tiered_mem.policies.planning import Link
+from tiered_mem.policies.planning import Link, plan
 
 
 def test_a_longer_step_that_cannot_keep_the_budget_is_warned_of_and_goes_on(
@@ -192,6 +196,34 @@ def test_without_word_of_memory_it_goes_on_as_it_began() -> None:
     assert {type(each) for each in tell(policy, events)} == {Offload, Release}
     assert policy.decide(StepMeasured(0, [1.0] * 20, 0.0)) == ()
     assert StepMeasured in policy.asks
+
+
+def test_a_step_whose_blocks_vary_keeps_the_budget_from_the_first_on() -> None:
+    """As in a mixture of experts: what comes and goes is somewhat more, where nobody has seen it before."""
+    step = gpt(layers=12)
+    known = profile(step)
+    budget = plan(known, budget_between(known, 0.2), LINK).peak  # of which nothing is left over
+    more = budget // 150
+    blocks = [replace(block, nbytes=block.nbytes + (b % 2 or -1) * 65536) for b, block in enumerate(step.blocks)]
+    code = [replace(each, work=each.work + more) if isinstance(each, Compute) else each for each in step.code]
+    machine = Machine(PlannedPolicy(budget, LINK), LINK)
+    machine.run(step)
+    for _ in range(3):
+        assert machine.run(Step(blocks, code)).peak <= budget
+
+
+def test_what_forward_still_has_is_released_in_the_first_step_when_it_lets_go() -> None:
+    """Or it would be counted as memory of others that cannot move."""
+    policy = PlannedPolicy(1000, LINK)
+    tell(policy, [StepBegin(0), ExactMemory(0, 0), ForwardBegin(0, 30)])
+    released = []
+    for i in range(20):
+        policy.decide(ExactMemory(100 * (i + 1), 100 * (i + 1), held=(0, i)))
+        released += [each.key for each in policy.decide(saved(0, i, i, 100)) if isinstance(each, Release)]
+    assert 1 in released
+    assert 0 not in released
+    policy.decide(ExactMemory(2000, 2000))
+    assert Release(0) in policy.decide(LayerEnd(0, 19))
 
 
 def test_what_stays_after_the_recorded_step_is_planned_for_at_once() -> None:

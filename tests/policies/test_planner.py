@@ -178,6 +178,26 @@ def test_blocks_that_outlive_the_step_do_not_come_back(seed: int) -> None:
         assert not any(outlives[stall.block] and stall.cause is Cause.RELOAD for stall in made.stalls)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_that_forward_still_has_are_released_when_it_lets_go(kind: str, seed: int) -> None:
+    known = profile(KINDS[kind](seed))
+    loose = [
+        min(saved + 1 + 7 * (b % 3), used)
+        for b, (saved, used) in enumerate(zip(known.saved, known.used, strict=True))
+    ]
+    step = replace(known, loose=loose)
+    least, *_ = floor(step.moments)
+    assert least >= floor(known.moments)[0]
+    full = max(step.moments.full)
+    for budget in (least, (2 * least + full) // 3):
+        made = plan(step, budget, LINK)
+        assert max(memory(step, made)) == made.peak <= budget
+        assert all(loose[b] <= k < made.reload[b] <= step.used[b] for b, k in made.release.items())
+    with pytest.raises(BudgetTooSmall):
+        plan(step, least - 1, LINK)
+
+
 def test_an_empty_step() -> None:
     made = plan(Profile([], [], [], [], [], [], []), 1, LINK)
     assert (made.release, made.peak, made.seconds) == ({}, 0, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -159,6 +160,19 @@ class SavedBlocks:
     def take_ended(self) -> tuple[int, ...]:
         ended, self.ended, self.ended_bytes = tuple(self.ended), [], 0
         return ended
+
+
+def held_by_others(blocks: Iterable[Block]) -> list[Block]:
+    """Those whose storages somebody beside backward has, so that to release them would free nothing.
+
+    blocks: with all that are spans of one storage.
+    """
+    on_device = [(block, block.tensor.untyped_storage()) for block in blocks if block.tensor is not None]
+    own: dict[int, int] = {}
+    for block, storage in on_device:
+        own.setdefault(storage._cdata, 1)  # Python's own object
+        own[storage._cdata] += len(block.versions)
+    return [block for block, s in on_device if torch._C._storage_Use_Count(s._cdata) > own[s._cdata]]
 
 
 class View(NamedTuple):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import changed_tensor
 from ..interrupts import uninterrupted
@@ -42,6 +43,7 @@ class ForwardPass:
         self._small = movable.stayed.of("small")
         self._layer: int | None = None
         self._inputs: dict[int, int] = {}
+        self._addresses: list[StorageWeakRef] = []  # which no other storage has as long as these live
         self._strays: dict[int, list[weakref.ref[StrayTensor]]] = {}
         self._backward_of: int | None = None
         self.keys: list[dict[int, None]] = []
@@ -72,11 +74,11 @@ class ForwardPass:
         layer = self._layer = len(self.keys)
         self.keys.append({})
         self._activations.notify(LayerBegin(self.graph, layer))
-        self._inputs = {
-            tensor.untyped_storage()._cdata: layer
-            for tensor in inputs
-            if type(tensor) is torch.Tensor and has_storage(tensor)
-        }
+        storages = [
+            tensor.untyped_storage() for tensor in inputs if type(tensor) is torch.Tensor and has_storage(tensor)
+        ]
+        self._inputs = {storage._cdata: layer for storage in storages}
+        self._addresses = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
         if self._strays:
             self._claim_strays(layer)
         return layer

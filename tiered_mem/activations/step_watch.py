@@ -13,13 +13,14 @@ from ..policies.base import (
     ForwardEnd,
     HostPressure,
     Memory,
+    Saved,
     StepBegin,
     StepEnd,
     StepMeasured,
 )
 from ..trace.step_meter import StepMeter
 from ..transfer import TransferEngine
-from .block import SavedBlocks
+from .block import SavedBlocks, held_by_others
 
 # A program that lets no graph go has a step that never ends, and whoever records it would record for ever.
 _MOST_EVENTS = 200_000
@@ -42,6 +43,7 @@ class StepWatch:
         self._forwards: set[int] = set()
         self._highest = 0
         self._exact = False  # whether torch's peak has begun anew after the last answer
+        self._held: dict[int, None] = {}  # the blocks of a step with exact memory that others may have
 
     def before(self, event: Event) -> Iterator[Event]:
         """What is to be told before an event: a step that was measured, ended, or begins.
@@ -68,7 +70,9 @@ class StepWatch:
             return None
         allocated, peak, reserved = self._device.memory()
         if self._exact:
-            return ExactMemory(allocated, peak, reserved)
+            alive = filter(None, map(self._blocks.find, self._held))
+            self._held = {block.key: None for block in held_by_others(alive)}
+            return ExactMemory(allocated, peak, reserved, frozenset(self._held))
         most = peak if peak > self._highest else allocated
         self._highest = peak
         return Memory(allocated, most, reserved)
@@ -94,6 +98,8 @@ class StepWatch:
                 pass
             case _ if self._number is not None:
                 self._events += 1
+                if self._exact and isinstance(event, Saved):
+                    self._held.update(dict.fromkeys(key for key, _ in event.blocks))
                 if StepMeasured in asks:
                     self._meter.begin(self._number)
                 self._meter.position()

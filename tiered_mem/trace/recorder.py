@@ -30,6 +30,8 @@ from .timeline import (
 )
 
 _REBASE_SECONDS = 1.0
+# Where the device waits for the host, to read a step's times all at once would hold it up.
+_READ_AT_ONCE = 4
 
 
 class Trace:
@@ -178,10 +180,15 @@ class Trace:
     # Events become times in the order in which they were recorded.
 
     def poll(self, *, wait: bool = False) -> None:
-        """Looks which records have a time by now. wait: until all have, or DeviceFailed is raised."""
+        """Looks which of the first few records have a time by now.
+
+        wait: until all have, or DeviceFailed is raised.
+        """
         if wait:
             self._wait_until_pending(0)
-        while self._pending and self._pending[0].events[-1].query():
+        for _ in range(_READ_AT_ONCE):
+            if not self._pending or not self._pending[0].events[-1].query():
+                return
             self._time_first()
 
     def _add(self, record: TraceRecord, stream: Stream) -> None:
@@ -201,6 +208,8 @@ class Trace:
             if not last.query():  # a wait costs the host much more than a look
                 self._device.wait_for(last)
             self._time_first()
+            while len(self._pending) > most and self._pending[0].events[-1].query():  # which costs less
+                self._time_first()
 
     def _time_first(self) -> None:
         record, base, events = self._pending.popleft()
