@@ -48,8 +48,9 @@ _PATIENCE = 4
 _STRAYS = 8
 # Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
 _DRIFT = 0.02
-# Plans are made for so much less after each step that went above the budget, as a share of it.
+# So much less is used after each step that went above the budget, as a share of it, and at most.
 _MARGIN = 0.01
+_MOST_MARGIN = 0.05
 _FETCHED_AHEAD = 8
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, Refused})
@@ -73,6 +74,8 @@ class PlannedPolicy:
     link: the rates of copies.
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
+    margin: bytes of the budget that are used only where a step needs them. After each step above the budget it is
+        1 % more, up to 5 %.
 
     states: what is said of optimizer states that may have a part of the budget.
 
@@ -90,6 +93,7 @@ class PlannedPolicy:
         fragments: int | None = None,
         slowdown: float | None = None,
         host_bytes: int | str | None = None,
+        margin: int = 0,
     ) -> None:
         if slowdown is not None and not slowdown >= 0:
             raise ValueError(f"slowdown is a share of a step's time and at least 0, not {slowdown}")
@@ -100,7 +104,8 @@ class PlannedPolicy:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         host = None if host_bytes is None else parse_bytes(host_bytes)
         self.states = StatesShare()
-        self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states)
+        self._margin = margin
+        self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states, margin)
         self._residence = Residence()
         self._memory: Memory | None = None
         self._step: StepUnderWay | None = None
@@ -119,8 +124,10 @@ class PlannedPolicy:
 
     @property
     def _room(self) -> int:
-        """The budget, less what optimizer states have of it and what lies unused by now."""
-        return self._limit - self.states.kept
+        """The budget, less what optimizer states have of it, what lies unused by now, and the margin if it can."""
+        room, step = self._limit - self.states.kept, self._step
+        least = room - self._margin
+        return least if step is None or step.table is None or step.table.plan.peak <= least else room
 
     @property
     def plans_spills(self) -> bool:
@@ -198,10 +205,12 @@ class PlannedPolicy:
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
         self._budget = self._limit = max(1, self._given - fragments)
-        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * self._overruns)))
+        self._repertoire.replan(self._budget, self._margin)
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
+        if self._margin < _MOST_MARGIN * self._budget:
+            self._margin += int(_MARGIN * self._budget)
         self._leave_out(self._given - self._budget)
         if self._overruns >= 3:
             _log.warning(
@@ -235,7 +244,8 @@ class PlannedPolicy:
             actions += residence.follow(self._learning(others).decide(event))
             if others is None:
                 return actions
-            return actions + self._guard(others + (0 if step is None else step.rise), step)
+            # What comes next is not known, and may be twice as much as any that came before.
+            return actions + self._guard(others + (0 if step is None else 2 * step.rise), step)
         advice = step.table.actions(name, step.names)
         if advice or again:
             advice = [*map(Offload, again), *advice]
