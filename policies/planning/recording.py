@@ -37,7 +37,7 @@ class Recording:
     _running: int = 0
     _backward: int = 0
     _measured: bool = True
-    # Of each graph the layer whose backward began last; all that have begun; whether the last began again after others.
+    # Of each graph the layer whose backward began last; all that have begun; and whether the last did so once more.
     _begun: dict[int, int] = field(default_factory=dict)
     _past: set[tuple[int, int]] = field(default_factory=set)
     _returned: bool = False
