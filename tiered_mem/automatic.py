@@ -18,8 +18,8 @@ _log = logging.getLogger("tiered_mem.automatic")
 
 # Of the device's memory, for what lies in torch's pool in pieces that nobody can use; until a step was recorded.
 _FRAGMENTS = 0.04
-# torch's pool gives a tensor up to 1 MiB more than it asks for, and not the same each time. Of a budget that the user
-# names, so much is for that: what a policy is not told of before the next event.
+# torch's pool gives a tensor up to 1 MiB more than it asks for, and not the same each time. Of a budget that a user
+# names so much is for that, as policies do not hear of it before the next event.
 _ROUNDED = 4 << 20
 # Of the device's memory, what policy="lru" keeps there.
 _LRU = 0.25
