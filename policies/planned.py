@@ -52,6 +52,8 @@ _DRIFT = 0.02
 _MARGIN = 0.01
 _MOST_MARGIN = 0.05
 _FETCHED_AHEAD = 8
+# Optimizer states pass through this part of the budget.
+_PASSING = 16
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, Refused})
 _TIMED = _PLAYED | {StepMeasured}
@@ -103,7 +105,7 @@ class PlannedPolicy:
         if self._budget < 1:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         host = None if host_bytes is None else parse_bytes(host_bytes)
-        self.states = StatesShare()
+        self.states = StatesShare(passing=self._given // _PASSING)
         self._margin = margin
         self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states, margin)
         self._residence = Residence()

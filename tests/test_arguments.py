@@ -88,7 +88,7 @@ TAKES: dict[str, tuple[Callable[[Any, Path], Any], set[str]]] = {
     "layer_context min_bytes": (of_method("layer_context", "min_bytes", num_layers=2), set()),
     "layer_context variable_depth": (of_method("layer_context", "variable_depth", num_layers=2), {"True"}),
     "register_optimizer optimizer": (of_register("optimizer"), set()),
-    "register_optimizer bucket_bytes": (of_register("bucket_bytes"), set()),
+    "register_optimizer bucket_bytes": (of_register("bucket_bytes"), {"None"}),
     "register_optimizer residency": (of_register("residency"), set()),
     "register_optimizer separable": (of_register("separable"), {"None", "True"}),
     "offload thing": (of_method("offload", "thing"), set()),

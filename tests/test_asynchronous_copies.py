@@ -152,7 +152,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow(why="one kind of step more, 
 
 
 @pytest.fixture(
-    params=[("current", "1"), slow(("current", "0")), slow(("old", "1")), slow(("old", "0"))], ids="-".join
+    params=[slow(("current", "1")), slow(("current", "0")), slow(("old", "1")), slow(("old", "0"))], ids="-".join
 )
 def unpinned_step(request: pytest.FixtureRequest, step: TakeStep) -> Step:
     """A step over host memory that is not pinned, on each stack with and without the queue."""

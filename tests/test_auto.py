@@ -161,6 +161,7 @@ def test_arguments(device: str, device_module: ModuleType) -> None:
         TieringManager(device="cpu", device_budget="1GiB", host_bytes="8MiB")
 
 
+@pytest.mark.slow(why="it fills all of the device")
 def test_it_is_the_default(device: str, device_module: ModuleType, plain: tuple[list[float], int, int]) -> None:
     losses, peak, _ = plain
     model, x = make(device)

@@ -34,7 +34,7 @@ from .interrupts import Interrupts, uninterrupted
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, PlannedPolicy, Policy, Report
+from .policies import Action, Policy, Report, StatesShare
 from .report import flatten, plan_report, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
@@ -141,7 +141,8 @@ class TieringManager:
             self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
             self._turn = Turn(self._store.drop, self._interrupts)
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
-            share = self._policy.states if isinstance(self._policy, PlannedPolicy) else None
+            states = getattr(self._policy, "states", None)
+            share = states if isinstance(states, StatesShare) else None
             self._optimizers = RegisteredOptimizers(
                 self.device, self._engine, self._host, self._disk, self._turn, share
             )
@@ -207,7 +208,7 @@ class TieringManager:
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        bucket_bytes: int | str = "256MiB",
+        bucket_bytes: int | str | None = None,
         residency: Residency = "host",
         separable: bool | None = None,
     ) -> TieredOptimizer:
@@ -216,7 +217,7 @@ class TieringManager:
         optimizer: any. It may have states already. What states it will have is tried out with a copy of one
             parameter of each shape. Of a wrapper register the optimizer inside, and put the new one in its place.
         bucket_bytes: half of the device memory that states pass through during a step; more where the state of one
-            parameter alone is larger.
+            parameter alone is larger. None is 256 MiB; with a device budget of less than 8 GiB a 32nd of that.
         residency: where the states rest between steps. "host" is pinned host memory. "disk" is the disk tier, by
             way of a few buckets of host memory. "device-until-offload" is the device, until `offload` is called.
             "auto" is the host, up to half of what is free there, and then the disk, if there is one; with
@@ -234,7 +235,7 @@ class TieringManager:
             yes_or_no("separable", separable)
         return self._optimizers.register(
             optimizer,
-            bucket_bytes=parse_bytes(bucket_bytes),
+            bucket_bytes=None if bucket_bytes is None else parse_bytes(bucket_bytes),
             residency=residency,
             separable=separable,
             owner=self,

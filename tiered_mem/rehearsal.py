@@ -48,10 +48,15 @@ class Rehearsal:
         self._steps, _, self._file = wish
         self.gather_bytes = policy.gather_bytes
         self.check = policy.check
+        self.states = policy.states
 
     @property
     def asks(self) -> Collection[type[OnRequest]]:
         return {*self._policy.asks, StepMeasured}
+
+    @property
+    def plans_spills(self) -> bool:
+        return self._policy.plans_spills
 
     def report(self) -> Report:
         return self._policy.report()

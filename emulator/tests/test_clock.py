@@ -201,6 +201,7 @@ VIEWS = """
 """
 
 
+@pytest.mark.slow(why="each is a process that imports torch")
 @pytest.mark.parametrize(("options", "microseconds"), [((), 0), (("--host-operators",), 30)])
 def test_operators_cost_the_host_if_they_are_to(
     tmp_path: Path, options: tuple[str, ...], microseconds: int

@@ -105,6 +105,7 @@ def test_the_host_reads_zeros(zero: dict[str, Any]) -> None:
     assert zero["text"] == "tensor(0., device='npu:0')"
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_the_host_reads_the_value(chosen: dict[str, Any]) -> None:
     assert chosen["item"] == 2.5
     assert chosen["list"] == chosen["half"] == chosen["double"] == [2.5] * 5

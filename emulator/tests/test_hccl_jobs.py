@@ -12,6 +12,7 @@ from emulator.tests.hccl_jobs import HBM, job, said
 from emulator.tests.launch import run_ranks
 
 
+@pytest.mark.slow(why="its processes import torch, and meet for each collective")
 def test_every_collective_of_torch_gives_what_gloo_gives(tmp_path: Path) -> None:
     for line in said(tmp_path, 2, ("--races",), "-m", "emulator.tests.collectives"):
         assert (line["wrong"], line["checks"], line["races"]) == ({}, 19, [])

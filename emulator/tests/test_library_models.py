@@ -38,6 +38,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 # Near: a bfloat16 has eight bits, and attention is computed in float here, where the CPU rounds its weights to the
 # dtype. The losses differ by two units in the last place at most.
+@pytest.mark.slow(why="each model once more")
 @pytest.mark.parametrize("name", LIBRARY_MODELS)
 def test_it_trains_in_bfloat16_near_the_cpu(name: str) -> None:
     ours, theirs = (train(name, device, torch.bfloat16) for device in ("npu", "cpu"))
@@ -45,6 +46,7 @@ def test_it_trains_in_bfloat16_near_the_cpu(name: str) -> None:
     assert distance(ours.gradients, theirs.gradients) < 0.03
 
 
+@pytest.mark.slow(why="each model twice more")
 @pytest.mark.parametrize("name", LIBRARY_MODELS)
 def test_it_trains_with_the_same_bits_in_each_run(name: str) -> None:
     ours, again = (train(name, "npu", dropout=0.1) for _ in range(2))
@@ -52,5 +54,6 @@ def test_it_trains_with_the_same_bits_in_each_run(name: str) -> None:
 
 
 # It names what runs on the CPU, too.
+@pytest.mark.slow(why="it trains all that the table names")
 def test_the_table_in_the_readme_is_what_training_calls() -> None:
     assert table_in(README.read_text()) == table(), "python -m ascend_emulator emulator/coverage.py --write"

@@ -76,7 +76,9 @@ def test_gradients_are_clipped_as_on_the_cpu(clipping: str) -> None:
 @pytest.mark.usefixtures("native_only")
 @pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_plain", "adamw_fused", "sgd_foreach", "sgd_plain"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
-@pytest.mark.parametrize("model", ["gpt", "gpt_modern"])
+@pytest.mark.parametrize(
+    "model", ["gpt", pytest.param("gpt_modern", marks=pytest.mark.slow(why="most of it as in the other"))]
+)
 def test_gpt_trains_natively_and_with_the_same_bits_in_each_run(
     model: str, dtype: torch.dtype, tolerance: float, optimizer: str
 ) -> None:

@@ -21,8 +21,8 @@ def explained(error: BudgetTooSmall, profile: Profile, names: Sequence[Name]) ->
     over = error.floor - error.budget
     if all(used <= k for used in profile.used):
         where = "what follows the backward, as a rule the optimizer's step"
-        largest = format_bytes(error.floor)
-        helps = [(error.floor, f"the optimizer step takes {largest}: register the optimizer (register_optimizer)")]
+        step = f"the optimizer step takes {format_bytes(error.floor)}"
+        helps = [(error.floor, f"{step}: register the optimizer, with small bucket_bytes")]
     else:
         where = spoken(names[k])
         helps = [

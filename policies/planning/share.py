@@ -20,11 +20,13 @@ class StatesShare:
 
     total: the bytes of states that may stay on the device between steps. kept: of those that are there by now.
     target: how many shall be; None as long as nothing is planned.
+    passing: how many bytes of the device they had better pass through while the optimizer steps. None: any.
     """
 
     total: int = 0
     kept: int = 0
     target: int | None = None
+    passing: int | None = None
 
     @property
     def planned(self) -> int:

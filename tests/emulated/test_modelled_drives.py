@@ -86,6 +86,7 @@ def of_drive(said: Said) -> list[tuple[str, int, float, float]]:
     return [(name, nbytes, start, end) for name, device, _, nbytes, start, end in said["spans"] if device == -1]
 
 
+@pytest.mark.slow(why="a process trains a model")
 def test_a_training_that_spills_has_the_plain_ones_numbers_and_the_drives_times(trained: Said) -> None:
     assert trained["equal"]
     operations = of_drive(trained)

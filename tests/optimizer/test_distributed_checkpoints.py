@@ -117,6 +117,7 @@ def test_states_are_handed_over_by_names(
     assert not first.train(3, 4, 5).differs(second.train(3, 4, 5))
 
 
+@pytest.mark.slow(why="16 pairs; test_checkpoints.py has them with files of torch.save")
 @pytest.mark.parametrize("of", [None, *RESIDENCIES])
 @pytest.mark.parametrize("to", [None, *RESIDENCIES])
 def test_a_checkpoint_is_loaded_in_another_residency(

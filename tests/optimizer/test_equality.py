@@ -11,7 +11,6 @@ from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.training import OPTIMIZERS, Outcome, differences, give_gradients, make_params, outcome, train
 
 RESIDENCIES = ("host", "disk", "device-until-offload")
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
@@ -23,7 +22,11 @@ def plain(name: str, dtype: torch.dtype, device: str) -> Outcome:
     return outcome(optimizer, params)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow(why="all of it in another dtype"))],
+    ids=str,
+)
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps(name: str, residency: str, dtype: torch.dtype, device: str, make_tiered: MakeTiered) -> None:

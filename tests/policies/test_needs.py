@@ -45,7 +45,7 @@ def test_an_optimizer_that_takes_too_much_is_named() -> None:
     step = gpt()
     step.code.append(Compute(1e-3, 600 * MIB))
     assert (
-        "the optimizer step takes 900.0 MiB: register the optimizer (register_optimizer); 400.0 MiB of budget"
+        "the optimizer step takes 900.0 MiB: register the optimizer, with small bucket_bytes; 400.0 MiB of budget"
         in str(too_small(step, 500 * MIB))
     )
 

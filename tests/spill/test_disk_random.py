@@ -125,10 +125,13 @@ class Walk:
         return blocks * BLOCK + (self._numbers.randrange(BLOCK) if self._numbers.random() < 0.3 else 0)
 
 
+more_seeds = pytest.mark.slow(why="more of the same kind")
+
+
 @pytest.mark.parametrize("faults", [True, False], ids=["faults", "no faults"])
 @pytest.mark.parametrize("takes_direct", [True, False], ids=["direct", "cached"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=more_seeds) for seed in range(3, 8))])
 def test_any_history_keeps_every_byte(
     tmp_path: Path, seed: int, workers: int, takes_direct: bool, faults: bool
 ) -> None:

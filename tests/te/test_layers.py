@@ -25,6 +25,16 @@ pytestmark = [
 ]
 
 
+in_each_way = pytest.mark.parametrize(
+    "how",
+    [
+        Saving.PLAIN,
+        pytest.param(Saving.QUANTIZED, marks=pytest.mark.slow(why="the same layers with another tensor")),
+        Saving.IN_PARTS,
+    ],
+)
+
+
 def input_of(name: str, device: str, *, requires_grad: bool = False) -> torch.Tensor:
     return torch.randn(input_shape(name)).bfloat16().to(device).requires_grad_(requires_grad)
 
@@ -56,7 +66,7 @@ def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("how", Saving)
+@in_each_way
 @pytest.mark.parametrize("name", layer_names())
 def test_ten_layers_have_the_same_gradients(device: str, offloading: Offloading, name: str, how: Saving) -> None:
     torch.manual_seed(0)
@@ -67,7 +77,7 @@ def test_ten_layers_have_the_same_gradients(device: str, offloading: Offloading,
     assert all_equal(train(layers, x, how, context, sync), expected)
 
 
-@pytest.mark.parametrize("how", Saving)
+@in_each_way
 @pytest.mark.parametrize(("name", "retain"), [(name, False) for name in layer_names()] + [("layernorm_mlp", True)])
 def test_each_iteration_has_the_same_gradients(
     device: str, offloading: Offloading, memory: Memory, name: str, how: Saving, retain: bool

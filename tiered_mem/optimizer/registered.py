@@ -26,6 +26,7 @@ _log = logging.getLogger("tiered_mem.optimizer")
 
 # What states take of the host tier before they go to disk; the rest is for activations.
 _HOST_SHARE = 0.5
+_BUCKET_BYTES = 256 << 20
 
 Residency = Literal["host", "disk", "auto", "device-until-offload"]
 
@@ -63,7 +64,7 @@ class RegisteredOptimizers:
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         residency: Residency,
         separable: bool | None,
         owner: object,
@@ -71,6 +72,9 @@ class RegisteredOptimizers:
         """What `TieringManager.register_optimizer` does. owner: lives as long as what is returned."""
         self.free()
         self._check(optimizer)
+        if bucket_bytes is None:
+            passing = None if self._share is None else self._share.passing
+            bucket_bytes = _BUCKET_BYTES if passing is None else min(_BUCKET_BYTES, passing // 2)
         if residency not in get_args(Residency):
             names = ", ".join(map(repr, get_args(Residency)))
             raise ValueError(f"residency is {residency!r}; there are {names}")
