@@ -236,7 +236,9 @@ class PlannedPolicy:
         name = None if step is None else step.take(event, others)
         # What is used now comes before all that is only due.
         actions: list[Action] = []
+        in_use: Collection[int] = () if step is None else step.in_use
         if isinstance(event, Used):
+            in_use = in_use or (event.key,)
             if residence.place(event.key) not in (Place.LEAVING, Place.SINKING):
                 actions = residence.follow([Reload(event.key)])
             residence.use(event.key)
@@ -247,14 +249,14 @@ class PlannedPolicy:
             if others is None:
                 return actions
             # What comes next is not known, and may be twice as much as any that came before.
-            return actions + self._guard(others + (0 if step is None else 2 * step.rise), step)
+            return actions + self._guard(others + (0 if step is None else 2 * step.rise), in_use)
         advice = step.table.actions(name, step.names)
         if advice or again:
             advice = [*map(Offload, again), *advice]
             actions += residence.follow([each for each in advice if type(each) is not Reload])
             step.returning += [each.key for each in advice if type(each) is Reload]
         if others is not None:
-            actions += self._guard(step.table.beside(name, others), step)
+            actions += self._guard(step.table.beside(name, others), in_use)
         if step.returning:
             actions += self._bring_back(step, step.table, name, others or 0)
         return actions
@@ -295,10 +297,10 @@ class PlannedPolicy:
             self._lru = LRUPolicy(max(1, (self._room - (others or 0)) // 2))
         return self._lru
 
-    def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
+    def _guard(self, beside: int, in_use: Collection[int]) -> list[Action]:
         """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
         over = self._residence.own + beside - self._room
-        return self._residence.free(over, set() if step is None else step.in_use) if over > 0 else []
+        return self._residence.free(over, in_use) if over > 0 else []
 
     def _spill(self, nbytes: int) -> list[Action]:
         if self._lru is not None:
