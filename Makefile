@@ -49,10 +49,11 @@ test-schedules: setup ## what make test leaves out: other schedules, the task qu
 	$(RACES)=random $(PYTEST) $(DEVICE_TESTS) $(ONCE)
 
 # Each framework asks for others of its own: without them what is there stays as it is.
-test-integrations: setup ## the frameworks of docs/frameworks.md, in an environment of its own: five minutes
+test-integrations: setup ## the frameworks of docs/frameworks.md, and make test-models: ten minutes
 	@$(RUN) -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/frameworks \
 	  --requirement requirements/frameworks.txt
 	PYTHONPATH=$(VENV)/frameworks $(PYTEST) tests/integrations
+	@$(MAKE) --no-print-directory test-models
 
 # Nor does this bring what the two libraries ask for: it is in .venv.
 models: setup $(VENV)/.models ## what moves in models of four libraries, and the peaks: ten minutes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -93,8 +94,10 @@ def test_compiled_in_the_context_first(
     assert manager.stats()["reloads_on_demand.total"] == 0
 
 
-def test_a_whole_model_that_was_compiled_before(device: str, make_manager: MakeManager) -> None:
-    """It has no layers any more: nothing moves, and the gradients are right."""
+def test_a_whole_model_that_was_compiled_before(
+    device: str, make_manager: MakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no layers any more: nothing moves, a line says so, and the gradients are right."""
     model, x = small_stack(2, device)
     forward = whole(model, backend="aot_eager")
     expected = backward(forward(x), model, x)
@@ -106,14 +109,20 @@ def test_a_whole_model_that_was_compiled_before(device: str, make_manager: MakeM
         assert equal(backward(loss, model, x), expected)
         del loss
     assert manager.stats()["offloaded.bytes.total"] == 0
+    (record,) = (each for each in caplog.records if each.name.startswith("tiered_mem"))
+    assert "none of the layers was called, and nothing moves" in record.getMessage()
 
 
-def test_one_graph_of_a_whole_model_is_refused(device: str, make_manager: MakeManager) -> None:
+@pytest.mark.parametrize("attached", [False, True])
+def test_one_graph_of_a_whole_model_is_refused(attached: bool, device: str, make_manager: MakeManager) -> None:
     """And the model runs, once it is compiled as it should be."""
     model, x = small_stack(2, device)
     expected = backward(model(x), model, x)
     manager = make_manager()
-    offload = manager.offload_context(model.layers, min_bytes=1)
+    offload: Any = manager.offload_context(model.layers, min_bytes=1)
+    if attached:
+        manager.attach(model, min_bytes=1)
+        offload = nullcontext()
     refused = pytest.raises(Unsupported, match="tiered_mem moves tensors here: compile the layers, not the model")
     with refused, offload:
         whole(model, backend="eager", fullgraph=True)(x)

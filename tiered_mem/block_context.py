@@ -10,7 +10,8 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .activations.forward_pass import ForwardPass, Saved, keep, untraced
+from .activations.forward_pass import ForwardPass, Saved, keep
+from .activations.saved_hooks import untraced
 from .default_manager import default_manager
 from .manager import TieringManager
 

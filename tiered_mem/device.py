@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -155,6 +155,19 @@ class Device:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device
+
+    def check_some_here(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Raises ValueError for tensors of which none is here, or may yet come here from the CPU.
+
+        name: what they are, as "the parameters of Llama".
+        """
+        places = {tensor.device for tensor in tensors}
+        if places and places.isdisjoint((self.torch_device, torch.device("cpu"), torch.device("meta"))):
+            theirs = min(map(str, places))
+            raise ValueError(
+                f"{name} are on {theirs}, and the manager moves what is on {self.torch_device}: make it with "
+                f"TieringManager(device={theirs!r}), or move them by model.to({str(self.torch_device)!r})"
+            )
 
     def plain_layout(self, tensor: torch.Tensor) -> bool:
         """Whether the storage holds the elements alone, in no private format of the device."""

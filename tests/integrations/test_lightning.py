@@ -11,8 +11,10 @@ import torch
 pytest.importorskip("lightning", reason="make test-integrations installs it")
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from tests.integrations.peak import peak_of
 from tests.models import Stack
 from tiered_mem.integrations.lightning import NPUAccelerator, TieringCallback
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
@@ -31,7 +33,7 @@ class Module(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Stack(4, 16)
+        self.model = Stack(4)
         self.losses: list[float] = []
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
@@ -43,24 +45,25 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fit(folder: Path, device: str, *callbacks: pl.Callback, **arguments: Any) -> tuple[Outcome, pl.Trainer]:
-    """The losses and the weights after six steps, the same each time; and the trainer."""
+def fit(
+    folder: Path, device: str, *callbacks: pl.Callback, resume: Path | None = None, **arguments: Any
+) -> tuple[Outcome, pl.Trainer]:
+    """The losses and the weights after six steps, the same each time; and the trainer. resume: a checkpoint."""
     torch.manual_seed(0)
     module = Module()
-    data = torch.utils.data.DataLoader(torch.randn(24, 32, 16).unbind(), batch_size=4)
+    data = torch.utils.data.DataLoader(torch.randn(24, 128, 64).unbind(), batch_size=4)
     trainer = pl.Trainer(
         accelerator=NPUAccelerator() if device.startswith("npu") else "auto",
         strategy=SingleDeviceStrategy(device=torch.device(device, 0)),
         max_epochs=1,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=str(folder),
         callbacks=list(callbacks),
-        **arguments,
+        **{"enable_checkpointing": False, **arguments},
     )
-    trainer.fit(module, data)
+    trainer.fit(module, data, ckpt_path=None if resume is None else str(resume))
     return (module.losses, {name: value.cpu() for name, value in module.state_dict().items()}), trainer
 
 
@@ -86,15 +89,36 @@ def test_losses_and_weights_are_those_of_the_plain_fit(
             moved = int(manager.stats()["offloaded.blocks.total"])
             seen.append((isinstance(trainer.strategy.optimizers[0], TieredOptimizer), moved))
 
-    (losses, weights), _ = fit(tmp_path, device, **arguments)
+    ((losses, weights), _), plain = peak_of(lambda: fit(tmp_path, device, **arguments), device)
     tiering = callback(optimizer=optimizer)
-    (others, tiered), trainer = fit(tmp_path, device, tiering, Look(), **arguments)
+    fitted, peak = peak_of(lambda: fit(tmp_path, device, tiering, Look(), **arguments), device)
+    (others, tiered), trainer = fitted
+    assert device == "cpu" or peak < plain
     assert losses == others
     assert all(torch.equal(value, tiered[name]) for name, value in weights.items())
     assert [each for each, _ in seen] == [optimizer is not None] * 6
     assert 0 < seen[0][1] < seen[-1][1]
     assert type(trainer.optimizers[0]) is torch.optim.AdamW
     assert trainer.optimizers[0].state
+
+
+def test_resume_in_all_directions(tmp_path: Path, device: str) -> None:
+    """Lightning begins the epoch's data anew, and so goes on as a plain fit that was resumed does."""
+
+    def tiering(tiered: bool) -> list[pl.Callback]:
+        return [callback(optimizer="host")] if tiered else []
+
+    expected: Outcome | None = None
+    for first in (False, True):
+        saving = ModelCheckpoint(tmp_path / str(first), filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        fit(tmp_path, device, *tiering(first), saving, enable_checkpointing=True)
+        for second in (False, True):
+            saved = tmp_path / str(first) / "step=3.ckpt"
+            (losses, weights), _ = fit(tmp_path, device, *tiering(second), resume=saved)
+            expected = expected or (losses, weights)
+            assert len(losses) == 3
+            assert losses == expected[0]
+            assert all(torch.equal(value, expected[1][name]) for name, value in weights.items())
 
 
 def test_an_error_leaves_the_optimizer_as_it_was(tmp_path: Path, device: str) -> None:

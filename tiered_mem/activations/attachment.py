@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from .reduced import reduced
+from .saved_hooks import COMPILE_LAYERS
 
 
 class Attachment:
@@ -69,6 +70,8 @@ class AttachedForward:
             context = self._of_thread.context = self._make_context(model)
         if not context.free:
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=COMPILE_LAYERS)
         with context:
             return forward(*args, **kwargs)
 

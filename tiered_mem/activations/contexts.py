@@ -77,6 +77,8 @@ class Contexts:
         min_elements: int = 1,
     ) -> Movable:
         """What judges saved tensors for one context. Raises ValueError where no block would fit the disk tier."""
+        weights = (weight for layer in layers for weight in layer.parameters())
+        self._device.check_some_here("the parameters of the layers", weights)
         nbytes = parse_bytes(min_bytes)
         if self._disk is not None and self._disk.capacity < nbytes:
             raise ValueError(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,9 +17,7 @@ from ..wrappers import Apart, take_apart
 from .activations import Activations
 from .block import Block, Origin, View, origin_of
 from .movable import Movable, has_storage
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from .saved_hooks import is_method_of, refuse_rivals, saving_hook, untraced
 
 
 class ForwardPass:
@@ -48,6 +45,7 @@ class ForwardPass:
         self._strays: dict[int, list[weakref.ref[StrayTensor]]] = {}
         self._backward_of: int | None = None
         self.keys: list[dict[int, None]] = []
+        self.saver: int | None = None  # the layer that saved the tensor which came last
         self.graph = activations.new_graph()
         activations.notify(ForwardBegin(self.graph, num_layers))
 
@@ -62,7 +60,8 @@ class ForwardPass:
         return len(self.keys)
 
     def hooks(self) -> saved_tensors_hooks:
-        """What is saved inside is this pass's."""
+        """What is saved inside is this pass's. Raises ValueError inside of another offloader's."""
+        refuse_rivals()
         return saved_tensors_hooks(untraced(self.pack), untraced(self.unpack))
 
     def begin_layer(self, inputs: Iterable[object] = ()) -> int:
@@ -97,10 +96,11 @@ class ForwardPass:
             self._backward_of = layer
             self._activations.notify(LayerBegin(self.graph, layer, backward=True))
 
-    def end(self, *, early: bool = False) -> None:
+    def end(self, *, early: bool = False, elsewhere: bool = False) -> None:
         """No more is saved. What was saved stays until autograd lets go of it.
 
-        early: it was broken off, and says nothing of what a whole one leaves on the device.
+        early: it was broken off, and says nothing of what a whole one leaves on the device. elsewhere: nothing that
+        its layers saved has come here.
         """
         self._layer = None
         self._inputs = {}
@@ -108,7 +108,7 @@ class ForwardPass:
         self._weights = frozenset()
         self._activations.notify(ForwardEnd(self.graph))
         moved = self._activations.count_stayed(chain.from_iterable(self.keys), self._movable.stayed)
-        self._movable.stayed.forward_ends(None if early else moved)
+        self._movable.stayed.forward_ends(None if early else moved, layers=len(self.keys), elsewhere=elsewhere)
 
     # Each tensor that a model saves comes through here, most of them to stay. So the two calls ask what is cheap
     # first, and call few functions.
@@ -116,7 +116,7 @@ class ForwardPass:
     def pack(self, tensor: torch.Tensor) -> Saved:
         """What autograd keeps of a tensor that is saved."""
         kind = type(tensor)
-        layer = self._layer
+        layer = self.saver = self._layer
         if kind is torch.Tensor:
             if tensor.layout is not torch.strided or tensor.is_nested:
                 self._movable.note_stay(tensor)
@@ -274,20 +274,5 @@ def keep(tensor: torch.Tensor, layer: int | None) -> KeptTensor:
 
 
 def is_packing() -> bool:
-    """Whether what this thread saves now goes to a ForwardPass. Autograd knows: the innermost hooks win."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and is_method_of(hooks[0], ForwardPass)
-
-
-def is_method_of(function: object, kind: type) -> bool:
-    """Whether a function is a method of an object of this kind, by itself or as `untraced` returned it."""
-    return isinstance(getattr(getattr(function, "__wrapped__", function), "__self__", None), kind)
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which torch.compile then runs as it is and does not trace."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
-        return function
-    advice = "tiered_mem moves tensors here: compile the layers, not the model around them, or leave out fullgraph"
-    kept_out: Callable[P, R] = torch.compiler.disable(function, reason=advice)  # type: ignore[no-untyped-call]
-    return kept_out
+    """Whether what this thread saves now goes to a ForwardPass."""
+    return is_method_of(saving_hook(), ForwardPass)

@@ -130,7 +130,7 @@ class Movable:
 _WORDS: dict[Reason, str] = {
     "small": "in tensors below min_bytes",
     "outside": "saved outside the layers of the context: name more of them",
-    "other_device": "on another device than the manager's",
+    "other_device": "on another device than the manager's: move the model there, or make the manager for its own",
     "kind": "in tensors that are more than their bytes, such as quantized or conjugate ones",
     "marked": "marked to stay",
     "no_room": "for which the host tier had no room: raise host_bytes",
@@ -138,16 +138,27 @@ _WORDS: dict[Reason, str] = {
 }
 
 
+_ELSEWHERE = (
+    "nothing of what the layers saved came to tiered_mem: hooks inside of them have it, such as those of "
+    'torch.autograd.graph.save_on_cpu() or activation_checkpointing_kwargs={"offload": True}. Leave those out'
+)
+_NOT_CALLED = (
+    "none of the layers was called, and nothing moves: a whole model that ran compiled before has none any more. "
+    "Compile the layers, or call torch.compiler.reset() and attach the model, or enter the context, before it runs"
+)
+
+
 class Stayed:
     """Counts the bytes that one context's forwards save and that stay, and says once where most of them stay.
 
     totals: those of the manager, by reason, to which each forward adds its own when it ends.
-    silent: it says nothing, as the user moves all by hand.
+    silent: it says nothing of what the policy could have moved, as the user or a plan chooses that.
     """
 
     def __init__(self, totals: dict[Reason, Moved], *, silent: bool = False) -> None:
         self._totals = totals
-        self._said = silent
+        self._said = False
+        self._silent = silent
         self._now: dict[Reason, Moved] = {reason: Moved() for reason in REASONS}
 
     def of(self, reason: Reason) -> Moved:
@@ -162,18 +173,26 @@ class Stayed:
         """One that was added moves after all."""
         self._now[reason].take_back(nbytes)
 
-    def forward_ends(self, moved: int | None) -> None:
-        """moved: how many bytes of what it has saved have left, or are leaving; None if it was broken off."""
+    def forward_ends(self, moved: int | None, *, layers: int = 1, elsewhere: bool = False) -> None:
+        """moved: how many bytes of what it has saved have left, or are leaving; None if it was broken off.
+
+        layers: how many were called. elsewhere: other hooks have what these saved.
+        """
         stayed: dict[Reason, int] = {}
         for reason, now in self._now.items():
             stayed[reason] = now.nbytes
             self._totals[reason].count += now.count
             self._totals[reason].nbytes += now.nbytes
             now.count = now.nbytes = 0
-        if moved is None:
+        if moved is None or self._said:
             return
         saved = moved + sum(stayed.values())
-        if self._said or moved * 2 >= saved:
+        if elsewhere or (saved and not layers):
+            self._said = True
+            _log.warning(_ELSEWHERE if elsewhere else _NOT_CALLED)
+            return
+        silent = self._silent and stayed["other_device"] * 2 <= saved
+        if silent or moved * 2 >= saved:
             return
         self._said = True
         why = [

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..interrupts import uninterrupted
 from .activations import Activations
-from .forward_pass import ForwardPass, is_method_of, untraced
+from .forward_pass import ForwardPass
 from .movable import Movable
 from .reduced import reduced
+from .saved_hooks import is_method_of, refuse_rivals, untraced
 
 
 class OffloadContext(contextlib.ContextDecorator):
@@ -71,7 +73,8 @@ class OffloadContext(contextlib.ContextDecorator):
 class _Entered:
     """What there is only while a forward runs: hooks on the layers, and which of them are running.
 
-    Raises what torch does where saved-tensor hooks are not allowed, as in torch.func.grad. Nothing is left then.
+    Raises what torch does where saved-tensor hooks are not allowed, as in torch.func.grad, and ValueError inside of
+    another offloader. Nothing is left then. One inside of the layers shows only when nothing has come.
     """
 
     def __init__(self, forward: ForwardPass, layers: Sequence[torch.nn.Module]) -> None:
@@ -80,8 +83,9 @@ class _Entered:
         self._running: list[tuple[torch.nn.Module, int]] = []
         self._marks: list[RemovableHandle] = []
         self._copied_without: list[torch.nn.Module] = []
-        self._hooks: saved_tensors_hooks = forward.hooks()
+        self._came = self._elsewhere = False
         try:
+            self._hooks: saved_tensors_hooks = forward.hooks()
             self._hooks.__enter__()
         except BaseException:
             forward.end(early=True)
@@ -101,7 +105,7 @@ class _Entered:
             mark.remove()
         for layer in self._copied_without:
             vars(layer).pop("__reduce_ex__", None)
-        self._forward.end(early=early)
+        self._forward.end(early=early, elsewhere=self._elsewhere and not self._came)
         return self._forward.layers
 
     # torch adds a hook before it notes that the hook takes the named inputs as well: another thread may see the one
@@ -111,6 +115,7 @@ class _Entered:
         self, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object] | None = None
     ) -> None:
         if get_ident() == self._thread:
+            refuse_rivals()
             self._running.append((module, self._forward.begin_layer((*inputs, *(named or {}).values()))))
 
     @uninterrupted
@@ -120,8 +125,15 @@ class _Entered:
         # What an interrupt ended in between, before it was inside of its own forward, is over as well.
         while (ended := self._running.pop())[0] is not module:
             pass
+        self._came = self._came or self._forward.saver == ended[1]
+        self._elsewhere = self._elsewhere or (not self._came and _has_graph(output))
         self._forward.end_layer(ended[1])
         self._forward.resume_layer(self._running[-1][1] if self._running else None)
+
+
+def _has_graph(output: object) -> bool:
+    """Whether a layer's output is of use to backward, for which the layer has to have saved something."""
+    return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(output))
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

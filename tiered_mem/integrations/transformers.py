@@ -53,6 +53,8 @@ class TieringCallback(TrainerCallback):
         if self._attachment is not None:
             self._end()  # of a training that ended by an error, of which nobody is told
         refuse_others(_other_offloaders(args), "TieringCallback")
+        if self._residency is not None:
+            refuse_others(_zero_offload(args), f"TieringCallback(optimizer={self._residency!r})")
         model, prepared = kwargs["model"], kwargs["optimizer"]
         manager = self.manager(args.device)
         self._attachment = manager.attach(model, min_bytes=self._min_bytes)
@@ -150,6 +152,13 @@ def _other_offloaders(args: TrainingArguments) -> list[str]:
         'fsdp_config={"activation_cpu_offload": True}': fsdp.get("activation_cpu_offload"),
     }
     return [setting for setting, on in settings.items() if on]
+
+
+def _zero_offload(args: TrainingArguments) -> list[str]:
+    """The setting by which DeepSpeed keeps the optimizer's states elsewhere."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    where = None if plugin is None else plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer.device")
+    return [] if where in (None, "none") else [f"DeepSpeed's zero_optimization.offload_optimizer.device={where!r}"]
 
 
 def _read(setting: str | dict[str, Any] | None) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
 from ..transfer import TransferEngine
 from .buckets import Buckets
+from .misuse import StepCheck, check_optimizer
 from .residences import Residences
 from .states import States
-from .step_choice import check_has_states
 from .tiered_optimizer import TieredOptimizer
 
 _log = logging.getLogger("tiered_mem.optimizer")
@@ -71,7 +71,9 @@ class RegisteredOptimizers:
     ) -> TieredOptimizer:
         """What `TieringManager.register_optimizer` does. owner: lives as long as what is returned."""
         self.free()
-        self._check(optimizer)
+        if isinstance(optimizer, TieredOptimizer) or any(other.wrapped is optimizer for other in self._all):
+            raise ValueError("the optimizer is registered already: use what register_optimizer returned then")
+        check_optimizer(optimizer, self._device)
         if bucket_bytes is None:
             passing = None if self._share is None else self._share.passing
             bucket_bytes = _BUCKET_BYTES if passing is None else min(_BUCKET_BYTES, passing // 2)
@@ -88,7 +90,7 @@ class RegisteredOptimizers:
             optimizer, self._device, self._engine, self._exclusive, residences, stay=stay, separable=separable
         )
         states = States(optimizer, buckets)
-        tiered = TieredOptimizer(optimizer, states, owner)
+        tiered = TieredOptimizer(optimizer, states, owner, StepCheck(optimizer, self._device))
         try:
             states.adopt()
         except BaseException:
@@ -154,19 +156,6 @@ class RegisteredOptimizers:
         for optimizer in list(self._all):
             optimizer.states.close()
         self.free()  # after the others, of which one may have died meanwhile
-
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"a torch.optim.Optimizer is needed, and this is a {type(optimizer).__name__}")
-        if isinstance(optimizer, TieredOptimizer) or any(other.wrapped is optimizer for other in self._all):
-            raise ValueError("the optimizer is registered already: use what register_optimizer returned then")
-        check_has_states(optimizer)
-        for option in ("capturable", "differentiable"):
-            if any(group.get(option) for group in optimizer.param_groups):
-                raise ValueError(
-                    f"an optimizer with {option}=True cannot be tiered: its states have to stay where they are. "
-                    f"Make it with {option}=False"
-                )
 
 
 def _tell(optimizer: TieredOptimizer, residency: Residency) -> None:

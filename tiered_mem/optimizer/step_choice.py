@@ -12,9 +12,9 @@ import torch
 from ..device import Device
 from ..wrappers import plain_tensors
 from .bucket import Bucket
-from .layout import Param, Splitter, State, contents, gathered, leaf_at, leaves, with_tensors
+from .layout import Param, Splitter, State, gathered, leaf_at, leaves, with_tensors
 from .partial_step import NeedsAll, PartialStep, bare_step
-from .trial import HOOKS, OwnTensors, Trial, gradient_for, params_of
+from .trial import OwnTensors, Trial, gradient_for, params_of
 
 # Each of them calls a closure once, before all else. LBFGS is the one that does not step parameters by themselves.
 _KNOWN = frozenset(
@@ -140,24 +140,6 @@ def _mixed(group: dict[str, Any], kind: type) -> bool:
     # It is for all together that torch chooses whether to use its kernels for lists, which may round otherwise.
     chosen = group.get("foreach") is not None or group.get("fused")
     return not chosen and len({(type(param), param.device.type) for param in params}) > 1
-
-
-def check_has_states(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for a wrapper: its states are another optimizer's, which is the one to register."""
-    name = type(optimizer).__name__
-    for attribute, value in vars(optimizer).items():
-        if any(isinstance(each, torch.optim.Optimizer) for each in contents(value)):
-            inner = f"optimizer.{attribute}"
-            raise ValueError(
-                f"{name} wraps another optimizer, which has the states: register {inner} and put what comes back "
-                f"in its place, as in `{inner} = manager.register_optimizer({inner})`"
-            )
-    lacking = [each for each in ("param_groups", "state", *HOOKS) if each not in vars(optimizer)]
-    if lacking:
-        raise ValueError(
-            f"{name} has no {lacking[0]!r} of its own, as an optimizer has that called Optimizer.__init__. If it "
-            "wraps another optimizer, register that one"
-        )
 
 
 def check_separable(optimizer: torch.optim.Optimizer, trial: Trial) -> None:

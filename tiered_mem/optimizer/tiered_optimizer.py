@@ -12,6 +12,7 @@ import torch
 
 from ..interrupts import uninterrupted
 from .layout import Param, State, contents, on_cpu
+from .misuse import StepCheck
 from .states import States
 from .trial import HOOKS
 
@@ -27,12 +28,13 @@ class TieredOptimizer(torch.optim.Optimizer):
     optimizer. These are on the CPU, and take no device memory.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer, states: States, manager: object) -> None:
+    def __init__(self, wrapped: torch.optim.Optimizer, states: States, manager: object, check: StepCheck) -> None:
         # As an optimizer that comes out of a pickle. What torch adds to the defaults is not for the other one.
         super().__setstate__({"defaults": {}})
         self.defaults = wrapped.defaults
         self._wrapped = wrapped
         self._states = states
+        self._check = check
         self._manager = manager  # lives as long as this
         # They are called once for a step, and not for each bucket.
         self._hooks = {name: getattr(wrapped, name) for name in HOOKS}
@@ -126,9 +128,11 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         Returns what the closure or the optimizer does.
 
-        Raises InterruptedStep, with the cause, where it ends after some parameters have been stepped.
+        Raises InterruptedStep, with the cause, where it ends after some parameters have been stepped, and
+        ValueError where the parameters are the model's no more.
         """
         self._states.check()
+        self._check.look(has_gradients=closure is None)
         loss = None
         if closure is None:
             loss = self._states.step()
@@ -144,10 +148,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     @uninterrupted
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. A step that was prepared for and does not come is one that was left out."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """The wrapped optimizer's, with its default. A step that was prepared for and does not come is left out."""
         self._states.drop_prefetch()
-        super().zero_grad(set_to_none)
+        self._wrapped.zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
 
     @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
