@@ -61,8 +61,10 @@ test-integrations: setup ## the frameworks of docs/frameworks.md, and make test-
 models: setup $(VENV)/.models ## what moves in models of four libraries, and the peaks: ten minutes
 	PYTHONPATH=$(VENV)/models $(RUN) -m ascend_emulator --unless-hardware -m benchmarks.models
 
-test-models: setup $(VENV)/.models ## small models of libraries, attached, train with equal bits: two minutes
+test-models: setup $(VENV)/.models ## small models of libraries, attached, train with equal bits: ten minutes
 	PYTHONPATH=$(VENV)/models $(RACES)=eager $(PYTEST) --dist=load tests/libraries
+	PYTHONPATH=$(VENV)/models $(RACES)=late $(PYTEST) --dist=load tests/libraries/test_planned_models.py
+	PYTHONPATH=$(VENV)/models $(RACES)=random $(PYTEST) --dist=load tests/libraries/test_planned_models.py
 
 mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
 	$(RUN) -m tests.mutants

@@ -6,23 +6,27 @@ from types import ModuleType
 
 
 class Peak:
-    """Counts by the steps of torch's allocator, from when it is made.
+    """Counts as torch does, from when it is made: what tensors have, rounded up by torch's pool.
 
-    torch's own figure would not do: policy="auto" resets it. Nobody else may record the allocator's history
-    meanwhile.
+    policy="auto" begins torch's own peak anew while it records a step. What it was is read before.
     """
 
     def __init__(self, device: ModuleType) -> None:
         self._device = device
-        device.memory._record_memory_history(max_entries=10_000_000, context=None, stacks="python")
-        self._before = device.memory_allocated()
+        self._begin_anew = device.reset_peak_memory_stats
+        self._begin_anew()
+        self._most = 0
+        device.reset_peak_memory_stats = self._reset
 
     def read(self) -> int:
         """In bytes. Ends the counting."""
-        trace = self._device.memory._snapshot()["device_traces"][0]
-        self._device.memory._record_memory_history(enabled=None)
-        now = most = self._before
-        for entry in trace:
-            now += {"alloc": 1, "free_completed": -1}.get(entry["action"], 0) * entry["size"]
-            most = max(most, now)
-        return most
+        self._device.reset_peak_memory_stats = self._begin_anew
+        return self._so_far()
+
+    def _reset(self, *device: int) -> None:
+        self._most = self._so_far()
+        self._begin_anew(*device)
+
+    def _so_far(self) -> int:
+        now = self._device.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"]
+        return max(self._most, int(now))

@@ -41,9 +41,10 @@ _PATIENCE = 4
 _STRAYS = 8
 # Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
 _DRIFT = 0.02
-# Plans are made for so much less after each step that went above the budget, and the first whose blocks had other
-# sizes than the recorded ones, as a share of it.
+# So much of the budget is left free after each step that went above it, and the first whose blocks had other sizes
+# than the recorded ones, as a share; and at most.
 _MARGIN = 0.01
+_MOST_MARGIN = 0.05
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
@@ -68,6 +69,8 @@ class PlannedPolicy:
     link: the rates of copies.
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
+    margin: bytes of the budget that are used only where a step needs them. After each step above the budget it is
+        1 % more, up to 5 %.
 
     states: what is said of optimizer states that may have a part of the budget.
 
@@ -85,6 +88,7 @@ class PlannedPolicy:
         fragments: int | None = None,
         slowdown: float | None = None,
         host_bytes: int | str | None = None,
+        margin: int = 0,
     ) -> None:
         if slowdown is not None and not slowdown >= 0:
             raise ValueError(f"slowdown is a share of a step's time and at least 0, not {slowdown}")
@@ -95,11 +99,12 @@ class PlannedPolicy:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         host = None if host_bytes is None else parse_bytes(host_bytes)
         self.states = StatesShare(passing=self._given // _PASSING)
-        self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states)
+        self._least_margin = margin
+        self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states, margin)
         self._ended: dict[int, StepUnderWay] = {}
         self.account = Account(self._repertoire)
         self._player = Player(self._repertoire)
-        self._player.limit = self._limit
+        self._player.limit, self._player.margin = self._limit, margin
         self._player.varying = int(_MARGIN * self._budget)
         self._overruns = 0
         self._varies = False  # whether a step had blocks of other sizes than the recorded one
@@ -208,8 +213,10 @@ class PlannedPolicy:
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
         self._budget = self._limit = max(1, self._given - fragments)
-        self._player.limit = self._limit - self.states.kept
-        self._repertoire.replan(int(self._budget * max(0.0, 1 - _MARGIN * (self._overruns + self._varies))))
+        found = _MARGIN * (self._overruns + self._varies)
+        margin = self._least_margin + int(min(_MOST_MARGIN, found) * self._budget)
+        self._player.limit, self._player.margin = self._limit - self.states.kept, margin
+        self._repertoire.replan(self._budget, margin)
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1

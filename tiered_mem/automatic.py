@@ -18,6 +18,9 @@ _log = logging.getLogger("tiered_mem.automatic")
 
 # Of the device's memory, for what lies in torch's pool in pieces that nobody can use; until a step was recorded.
 _FRAGMENTS = 0.04
+# torch's pool gives a tensor up to 1 MiB more than it asks for, and not the same each time. Of a budget that a user
+# names so much is for that, as policies do not hear of it before the next event.
+_ROUNDED = 4 << 20
 # Of the device's memory, what policy="lru" keeps there.
 _LRU = 0.25
 # A link of 50 GB/s takes a third of a millisecond for this, a hundred times its latency.
@@ -76,6 +79,7 @@ class PolicyChoice:
             fragments=int(_FRAGMENTS * total) if asked is None else None,
             slowdown=self._slowdown,
             host_bytes=host_bytes,
+            margin=0 if asked is None else min(_ROUNDED, budget // 32),
         )
         return planned if rehearsal is None else Rehearsal(planned, rehearsal)
 

@@ -38,14 +38,15 @@ class Player:
     A step is thought about event by event, and what was answered is a script. The next one like it is only compared
     with that, and thought about from where it differs.
 
-    step: the one that goes on. limit: the bytes that it may have on the device, with all else. varying: how much
-    of these is left free in a step whose blocks have other sizes than the recorded ones. decided: whether it has
-    become clear what the step is. strange: that it is of no known kind, or longer than any.
+    step: the one that goes on. limit: the bytes that it may have on the device, with all else. margin: how much of
+    these is left free if the plan can do without. varying: how much more in a step whose blocks have other sizes
+    than the recorded ones. decided: whether it has become clear what the step is. strange: that it is of no known
+    kind, or longer than any.
     """
 
     def __init__(self, repertoire: Repertoire) -> None:
         self.step: StepUnderWay | None = None
-        self.limit = self.varying = 0
+        self.limit = self.margin = self.varying = 0
         self.decided = self.strange = False
         self._repertoire = repertoire
         self._residence = Residence()
@@ -56,7 +57,11 @@ class Player:
     @property
     def room(self) -> int:
         """The bytes to keep to in this step."""
-        return self.limit - self.varying if self.step is not None and self.step.varies else self.limit
+        step, least = self.step, self.limit - self.margin
+        if step is None:
+            return least
+        room = least if step.table is None or step.table.plan.peak <= least else self.limit
+        return room - self.varying if step.varies else room
 
     @property
     def resident(self) -> int:
@@ -170,14 +175,15 @@ class Player:
             actions += residence.follow(advice if step is None else step.as_far_as_loose(advice))
             if others is None:
                 return actions
-            return actions + self._guard(others + (0 if step is None else step.rise), step)
+            # What comes next is not known, and may be twice as much as any that came before.
+            return actions + self._guard(others + (0 if step is None else 2 * step.rise), event)
         advice = step.table.actions(name, step.names)
         if advice or again:
             advice = [*map(Offload, again), *advice]
             actions += residence.follow([each for each in advice if type(each) is not Reload])
             step.returning += [each.key for each in advice if type(each) is Reload]
         if others is not None:
-            actions += self._guard(step.table.beside(name, others), step)
+            actions += self._guard(step.table.beside(name, others), event)
         if step.returning:
             actions += self._bring_back(step, step.table, name, others or 0)
         return actions
@@ -202,12 +208,16 @@ class Player:
             actions += residence.follow([Reload(key), *fetched])
         return actions
 
-    def _guard(self, beside: int, step: StepUnderWay | None) -> list[Action]:
+    def _guard(self, beside: int, event: Event) -> list[Action]:
         """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
+        step = self.step
         over = self._residence.own + beside - self.room
         if step is not None:
             step.spare = min(step.spare, -over)
-        return self._residence.free(over, () if step is None else {*step.in_use, *step.held}) if over > 0 else []
+        if over <= 0:
+            return []
+        in_use = {event.key} if isinstance(event, Used) else set()
+        return self._residence.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
 
     def _learning(self, others: int | None) -> LRUPolicy:
         """What decides where there is no plan."""

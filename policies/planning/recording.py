@@ -17,6 +17,7 @@ class _Life:
     dropped: int | None = None
     backward: int = 0
     loose: int = 0
+    again: bool = False
 
 
 @dataclass
@@ -37,10 +38,10 @@ class Recording:
     _running: int = 0
     _backward: int = 0
     _measured: bool = True
-    # Of each graph the layer whose backward began last; all that have begun; and whether one has after another.
+    # Of each graph the layer whose backward began last; all that have begun; and whether the last did so once more.
     _begun: dict[int, int] = field(default_factory=dict)
     _past: set[tuple[int, int]] = field(default_factory=set)
-    _again: bool = False
+    _returned: bool = False
 
     def position(self, name: Name, others: int | None) -> None:
         """An event comes. others: the bytes of device memory that are no blocks of the step; None if not known."""
@@ -85,7 +86,8 @@ class Recording:
     def backward(self, graph: int, layer: int) -> None:
         """A layer's backward begins at the last position."""
         self._backward = len(self.names) - 1
-        self._again |= self._begun.get(graph) != layer and (graph, layer) in self._past
+        if self._begun.get(graph) != layer:
+            self._returned = (graph, layer) in self._past
         self._begun[graph] = layer
         self._past.add((graph, layer))
 
@@ -94,8 +96,12 @@ class Recording:
 
     def use(self, block: Name) -> None:
         life = self.blocks.get(block)
-        if life is not None and life.used is None:
+        if life is None:
+            return
+        if life.used is None:
             life.used, life.backward = len(self.names) - 1, self._backward
+        elif self._returned:
+            life.again = True
 
     def drop(self, block: Name) -> None:
         life = self.blocks.get(block)
@@ -107,11 +113,12 @@ class Recording:
         """Whether a plan can be made from it.
 
         Its forwards ended, and one backward, and no second over the same blocks, used most of what they saved,
-        which was dropped then.
+        which was dropped then. A backward may come back to a layer, but there it uses other blocks.
         """
+        again = sum(each.nbytes for each in self.blocks.values() if each.again)
         used = sum(each.nbytes for each in self.blocks.values() if each.used is not None and each.dropped)
         total = sum(each.nbytes for each in self.blocks.values())
-        return self._measured and not self._again and not self._running and 0 < total <= 2 * used
+        return self._measured and not self._running and 0 < total <= 2 * used and again <= total // 8
 
     def profile(self, seconds: Sequence[float]) -> Profile:
         """Raises ValueError where there are not as many seconds as positions."""

@@ -71,14 +71,22 @@ class Repertoire:
     """The last four kinds of steps. Plans them, for any length, with the same budget and link.
 
     host_bytes: what the host tier holds; None plans nothing for the drive below it.
+    margin: bytes of the budget that a plan has only where it needs them.
     states: optimizer states that may have a part of the budget. The target falls with each kind of step that would
     rather have it, and rises only with their total, so that they do not come and go with the steps.
     """
 
     def __init__(
-        self, budget: int, link: Link, host_bytes: int | None, slowdown: float | None, states: StatesShare
+        self,
+        budget: int,
+        link: Link,
+        host_bytes: int | None,
+        slowdown: float | None,
+        states: StatesShare,
+        margin: int = 0,
     ) -> None:
         self.budget = budget
+        self._margin = margin
         self.link = link
         self._host_bytes = host_bytes
         self._slowdown = slowdown
@@ -141,7 +149,7 @@ class Repertoire:
     def table(self, known: Known, variant: Variant = _RECORDED, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
         if self._states.total and self._states.target is None:
-            self.replan(self.budget)
+            self.replan()
         made = known.tables.get(variant)
         if made is None:
             profile = known.profile if variant == _RECORDED else known.profile.scaled(*variant)
@@ -193,9 +201,10 @@ class Repertoire:
                 if other is not known:
                     other.tables.clear()
 
-    def replan(self, budget: int) -> None:
-        """From now on plans are made for this budget."""
-        self.budget = budget
+    def replan(self, budget: int | None = None, margin: int | None = None) -> None:
+        """Plans are made anew, for this budget and margin if they are told."""
+        self.budget = self.budget if budget is None else budget
+        self._margin = self._margin if margin is None else margin
         for known in self._known:
             known.tables.clear()
 
@@ -205,8 +214,16 @@ class Repertoire:
             keep = states_to_keep(profile, self.budget, self.link, states.total)
             if states.target is None or keep < states.target:
                 states.target = keep
-                self.replan(self.budget)
+                self.replan()
         budget = self.budget - states.planned
+        try:
+            return self._within(profile, budget - self._margin)
+        except BudgetTooSmall:
+            if not self._margin:
+                raise
+        return self._within(profile, budget)
+
+    def _within(self, profile: Profile, budget: int) -> Plan:
         if self._slowdown is None:
             return plan(profile, budget, self.link)
         return least_memory(profile, budget, self.link, self._slowdown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,8 +168,8 @@ def flow_loss(model: nn.Module, to: To) -> Tensor:
     return loss
 
 
-def image_loss(model: nn.Module, to: To) -> Tensor:
-    outputs: Tensor = model(to(torch.randn(2, 3, 64, 64)))
+def image_loss(model: nn.Module, to: To, size: int = 64) -> Tensor:
+    outputs: Tensor = model(to(torch.randn(2, 3, size, size)))
     return outputs.square().mean()
 
 
@@ -179,7 +180,7 @@ MORE_MODELS: dict[str, LibraryModel] = {
     "DETR": LibraryModel("transformers", detr, detection_loss),
     "UNet2DCondition": LibraryModel("diffusers", conditional_unet, guided_loss),
     "Flux": LibraryModel("diffusers", flux, flow_loss),
-    "ResNet18": LibraryModel("torchvision", of_torchvision("resnet18"), image_loss),
+    "ResNet18": LibraryModel("torchvision", of_torchvision("resnet18"), partial(image_loss, size=128)),
     "SwinTransformer": LibraryModel(
         "torchvision",
         of_torchvision(

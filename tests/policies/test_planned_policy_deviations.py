@@ -13,14 +13,8 @@ from tests.policies.events import saved, tell
 from tests.policies.planned import best, gpt, planned
 from tests.policies.simulated.machine import Machine, Place, backwards
 from tests.policies.simulated.random_steps import LINK, MIB
-from tests.policies.simulated.steps import (
-    Allocate,
-    Compute,
-    Drop,
-    Step,
-    budget_between,
-    profile,
-)
+from tests.policies.simulated.steps import Allocate, Compute, Drop, Step, budget_between, profile
+from tests.policies.simulated.strange_steps import coming_back, twice
 from tiered_mem.policies import (
     Event,
     ExactMemory,
@@ -73,6 +67,41 @@ def test_the_first_step_keeps_the_budget_while_others_take_more_and_more() -> No
     assert machine.run(step).peak <= budget + 64 * MIB
 
 
+def test_the_first_step_keeps_the_budget_where_more_comes_at_once_than_before() -> None:
+    """As in the first backward, or where a forward puts together what it has kept."""
+    step = gpt(layers=12)
+    places = [place for place, each in enumerate(step.code) if isinstance(each, LayerEnd)]
+    step.code.insert(places[9] + 1, Compute(0.0, 125 * MIB))  # each layer before takes 64 MiB beside its blocks
+    for place in reversed(places[4:8]):
+        step.code.insert(place, Allocate(60 * MIB))
+    budget = 600 * MIB
+    machine = Machine(PlannedPolicy(budget, LINK), LINK)
+    assert machine.run(step).peak <= budget
+
+
+def test_a_backward_that_comes_back_to_a_layer_is_planned_for() -> None:
+    """As where two layers hand something on to all that follow them."""
+    step = coming_back(gpt(), 2)
+    policy, budget = planned(step)
+    machine = Machine(policy, LINK)
+    machine.run(step)
+    outcome = machine.run(step)
+    assert outcome.peak <= budget
+    assert outcome.on_demand == 0
+    assert outcome.seconds == pytest.approx(best(step, budget), rel=5e-3)
+
+
+def test_a_margin_is_used_only_where_a_step_needs_it() -> None:
+    step = gpt(layers=4)
+    budget, margin = budget_between(profile(step), 0.4), 50 * MIB
+    for given, room in ((budget, budget - margin), (least := budget_between(profile(step), 0.0), least)):
+        machine = Machine(PlannedPolicy(given, LINK, margin=margin), LINK)
+        machine.run(step)
+        for _ in range(2):
+            assert room - 64 * MIB <= machine.run(step).peak <= room
+        assert machine.policy.report().budget == given
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_memory_of_others_that_was_not_there_in_the_recorded_step_is_made_room_for(share: float) -> None:
     step = gpt(layers=12)
@@ -118,13 +147,6 @@ def test_an_exception_in_the_middle_of_a_step_leaves_nothing_behind() -> None:
         outcome = machine.run(step)
         assert outcome.peak <= budget
         assert outcome.seconds == pytest.approx(best(step, budget), rel=5e-3)
-
-
-def twice(step: Step) -> Step:
-    """The step with a second backward over the same blocks, as with retain_graph=True."""
-    first = backwards(step)[0]
-    again = [each for each in step.code[first:] if not isinstance(each, Drop | Allocate)]
-    return Step(step.blocks, step.code[:first] + again + step.code[first:])
 
 
 def test_a_second_backward_over_the_same_blocks() -> None:

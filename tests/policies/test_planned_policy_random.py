@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping, Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from tests.policies.simulated.machine import Machine, Place
+from tests.policies.simulated.machine import Block, Machine, Place
 from tests.policies.simulated.random_steps import LINK, MIB
-from tests.policies.simulated.steps import Op, budget_between, build, profile
+from tests.policies.simulated.steps import Op, Step, budget_between, build, profile
+from tests.policies.simulated.strange_steps import coming_back, threads, twice
 from tiered_mem.policies import (
+    Action,
+    Event,
     ForwardBegin,
     ForwardEnd,
     HostPressure,
     LayerBegin,
     LayerEnd,
+    Offload,
     PlannedPolicy,
     Refused,
     Release,
@@ -25,26 +38,88 @@ from tiered_mem.policies import (
     StepBegin,
     StepEnd,
     StepMeasured,
+    Used,
 )
+from tiered_mem.policies.planning import BudgetTooSmall, Link
 
 GRAPHS = st.integers(0, 2)
 LAYERS = st.integers(0, 3)
 LARGEST = 64 * MIB
+LAYER = [Op((1e-3, 2e-3), [LARGEST], (LARGEST, LARGEST))] * 2
+STEP = build([LAYER] * 4, [MIB] * 4)
+BUDGETS = {share: budget_between(profile(STEP), share) for share in (-0.2, 0.0, 0.3, 1.0)}
+DRIVE = Link(2e9, 2e9)
+
+STEPS: dict[str, Callable[[int], Step]] = {
+    "as known": lambda seed: STEP,
+    "shorter": lambda seed: STEP.scaled(0.4),
+    "longer": lambda seed: STEP.scaled(1.3),
+    "of other layers": lambda seed: build([LAYER] * (1 + seed % 6), [MIB] * 6),
+    "with a second backward": lambda seed: twice(STEP),
+    "with a backward that comes back": lambda seed: coming_back(STEP, 1 + seed % 3),
+    "of microbatches": lambda seed: build([LAYER] * 2, [MIB] * 2, ["F0", "F1", "B0", "F2", "B1", "B2"]),
+    "of threads": lambda seed: threads([STEP.scaled(0.5)] * 2, seed),
+}
+
+
+class Watched:
+    """A PlannedPolicy, of which each answer is looked at.
+
+    blocks: those that are alive, which a machine keeps.
+    """
+
+    def __init__(self, policy: PlannedPolicy) -> None:
+        self.policy = policy
+        self.blocks: Mapping[int, Block] = {}
+
+    @property
+    def asks(self) -> object:
+        return self.policy.asks
+
+    def check(self, num_layers: int) -> None:
+        self.policy.check(num_layers)
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        try:
+            answer = self.policy.decide(event)
+        except BudgetTooSmall:
+            assert isinstance(event, StepMeasured)
+            with pytest.raises(RuntimeError, match="there is no plan"):  # as the first step was measured
+                self.policy.report()
+            return ()
+        for each in answer:
+            assert each.key in self.blocks, f"{each} after {event} is of a block that is gone"
+        if isinstance(event, Used) and self.blocks[event.key].place is Place.HOST:
+            assert Reload(event.key) in answer
+        return answer
 
 
 class Anything(RuleBasedStateMachine):
-    """Knows one step before; then come events of any kind, with whole steps of that kind between them."""
+    """Knows a step or not; then come events of any kind, with whole steps of some kinds between them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        op = Op((1e-3, 2e-3), [LARGEST], (LARGEST, LARGEST))
-        self.step = build([[op] * 2] * 4, [MIB] * 4)
-        self.budget = budget_between(profile(self.step), 0.3)
-        self.policy = PlannedPolicy(self.budget, LINK)
-        self.machine = Machine(self.policy, LINK, host=6 * LARGEST)
-        self.machine.run(self.step)
+    @initialize(
+        share=st.sampled_from(sorted(BUDGETS)),
+        drive=st.sampled_from([None, DRIVE]),
+        fragments=st.sampled_from([None, 0, LARGEST]),
+        capacity=st.booleans(),
+        known=st.booleans(),
+    )
+    def begin(self, share: float, drive: Link | None, fragments: int | None, capacity: bool, known: bool) -> None:
+        self.budget = BUDGETS[share]
+        self.policy = PlannedPolicy(
+            self.budget + (fragments or 0),
+            Link(LINK.out, LINK.back, LINK.both, LINK.latency, drive=drive),
+            fragments=fragments,
+            host_bytes=4 * LARGEST,
+        )
+        watched = Watched(self.policy)
+        size = 2 * self.budget if capacity else None
+        self.machine = Machine(watched, LINK, host=6 * LARGEST, capacity=size)
+        watched.blocks = self.machine.blocks
         self.keys = 10**6
         self.number = 1000
+        if known:
+            self.machine.run(STEP)
 
     @rule()
     def begin_step(self) -> None:
@@ -85,9 +160,7 @@ class Anything(RuleBasedStateMachine):
     @precondition(lambda self: self.machine.blocks)
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(list(self.machine.blocks)))
-        self.machine.use(key)
-        assert self.machine.blocks[key].place in (Place.DEVICE, Place.LEAVING)
+        self.use_block(data.draw(st.sampled_from(list(self.machine.blocks))))
 
     @precondition(lambda self: self.machine.blocks)
     @rule(data=st.data())
@@ -108,14 +181,18 @@ class Anything(RuleBasedStateMachine):
     @rule(key=st.integers(0, 10**6))
     def refused(self, key: int) -> None:
         assert self.policy.decide(Refused(Reload(key))) == ()
+        if key not in self.machine.blocks:
+            assert self.policy.decide(Refused(Offload(key))) == ()
 
-    @rule(stop=st.integers(0, 200), seed=st.integers(0, 3))
-    def whole_step(self, stop: int, seed: int) -> None:
-        """One that may end early, with some events left out."""
-        rng = random.Random(seed)
-        code = range(len(self.step.code))
-        lost = [place for place in code if place > stop or (seed and rng.random() < 0.1)]
-        self.machine.run(self.step, lost=lost)
+    @rule(kind=st.sampled_from(sorted(STEPS)), stop=st.integers(0, 400), seed=st.integers(0, 7))
+    def whole_step(self, kind: str, stop: int, seed: int) -> None:
+        """One that may end early, by an exception, with some events left out."""
+        step, rng = STEPS[kind](seed), random.Random(seed)
+        lost = [place for place in range(len(step.code)) if place > stop or (seed > 3 and rng.random() < 0.1)]
+        before = set(self.machine.blocks)
+        self.machine.run(step, lost=lost)
+        if not lost:
+            assert set(self.machine.blocks) == before
 
     @property
     def resident(self) -> int:
@@ -127,18 +204,30 @@ class Anything(RuleBasedStateMachine):
     def knows_where_blocks_are(self) -> None:
         assert self.policy.resident == self.resident
 
+    def use_block(self, key: int) -> None:
+        self.machine.use(key)
+        assert self.machine.blocks[key].place in (Place.DEVICE, Place.LEAVING)
+
     def teardown(self) -> None:
         machine = self.machine
         for key in list(machine.blocks):
-            machine.use(key)
-            assert machine.blocks[key].place in (Place.DEVICE, Place.LEAVING)
+            self.use_block(key)
             machine.drop(key)
-        assert machine.on_host == 0
+        assert machine.on_host == 0 == self.policy.resident
         machine.allocate(-machine.level)
-        machine.run(self.step)
+        machine.run(STEP)
         for _ in range(2):
-            assert machine.run(self.step).peak <= self.budget + LARGEST
+            least = max(self.budget, BUDGETS[0.0])
+            assert machine.run(STEP).peak <= least + LARGEST
+        assert machine.blocks == {}
 
 
-Anything.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
-TestAnything = Anything.TestCase
+def test_anything() -> None:
+    run_state_machine_as_test(
+        Anything, settings=settings(max_examples=20, stateful_step_count=30, deadline=None, derandomize=True)
+    )
+
+
+@pytest.mark.slow(why="hundreds of histories, others in each run")
+def test_anything_at_length() -> None:
+    run_state_machine_as_test(Anything, settings=settings(max_examples=300, stateful_step_count=50, deadline=None))

@@ -110,7 +110,7 @@ class Outcome:
 
 
 @dataclass
-class _Block:
+class Block:
     nbytes: int
     graph: int
     layer: int
@@ -139,7 +139,7 @@ class Machine:
     ) -> None:
         self.policy = policy
         self.link = link
-        self.blocks: dict[int, _Block] = {}
+        self.blocks: dict[int, Block] = {}
         self._capacity = capacity
         self._host = host
         self._fragments = fragments
@@ -202,7 +202,7 @@ class Machine:
         """A layer saves a block, which may be there already."""
         if key not in self.blocks:
             self.allocate(nbytes)
-            self.blocks[key] = _Block(nbytes, graph, layer)
+            self.blocks[key] = Block(nbytes, graph, layer)
         self.tell(Saved(graph, layer, [(key, nbytes)]))
 
     def use(self, key: int) -> None:
@@ -295,13 +295,13 @@ class Machine:
             for block in going:
                 block.place, block.copy = Place.LEAVING, copy
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: Block) -> None:
         if block.place is Place.LEAVING:
             self._wait(block)
             block.place = Place.HOST
             self.level -= block.nbytes
 
-    def _reload(self, key: int, block: _Block) -> None:
+    def _reload(self, key: int, block: Block) -> None:
         if block.place is Place.LEAVING:
             block.place = Place.DEVICE
             self.on_host -= block.nbytes
@@ -314,7 +314,7 @@ class Machine:
         if Refused in self.asks:
             self.act(self.policy.decide(Refused(action)))
 
-    def _wait(self, block: _Block) -> None:
+    def _wait(self, block: Block) -> None:
         """Compute waits for the block's copy."""
         if block.copy is not None:
             stall = self._queues.end(block.copy) - self._now
