@@ -2,8 +2,8 @@
 
 from .bound import BudgetTooSmall
 from .link import Link
-from .plan import Cause, Plan, Stall
+from .plan import Cause, Plan, PlannedStall
 from .planner import plan
 from .profile import Profile
 
-__all__ = ["BudgetTooSmall", "Cause", "Link", "Plan", "Profile", "Stall", "plan"]
+__all__ = ["BudgetTooSmall", "Cause", "Link", "Plan", "PlannedStall", "Profile", "plan"]

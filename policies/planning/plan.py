@@ -15,7 +15,7 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True)
-class Stall:
+class PlannedStall:
     """The compute stream waits at a position for the copy of a block."""
 
     position: int
@@ -40,7 +40,7 @@ class Plan:
     peak: int
     budget: int
     seconds: float
-    stalls: tuple[Stall, ...]
+    stalls: tuple[PlannedStall, ...]
     bound: float
 
     @property

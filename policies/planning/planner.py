@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 
 from .bound import BudgetTooSmall, floor, least_seconds
 from .link import Link
-from .plan import Cause, Plan, Stall
+from .plan import Cause, Plan, PlannedStall
 from .prediction import Prediction, predict
 from .profile import Profile
 from .reloads import early_reloads, latest_reloads
@@ -181,9 +181,9 @@ class Planner:
             budget=self._budget,
             seconds=draft.prediction.seconds,
             stalls=tuple(
-                Stall(release[wait.block], wait.block, Cause.RELEASE, wait.seconds)
+                PlannedStall(release[wait.block], wait.block, Cause.RELEASE, wait.seconds)
                 if wait.release
-                else Stall(profile.used[wait.block], wait.block, Cause.RELOAD, wait.seconds)
+                else PlannedStall(profile.used[wait.block], wait.block, Cause.RELOAD, wait.seconds)
                 for wait in draft.prediction.waits
             ),
             bound=self._bound,

@@ -24,10 +24,10 @@ from ..base import (
 from ..lru import LRUPolicy
 from .names import Name
 from .repertoire import Repertoire
-from .residence import Place, Residence
 from .script import Repetition, Script
 from .step import StepUnderWay
 from .table import Table
+from .whereabouts import Stage, Whereabouts
 
 _FETCHED_AHEAD = 8
 
@@ -49,7 +49,7 @@ class Player:
         self.limit = self.margin = self.varying = 0
         self.decided = self.strange = False
         self._repertoire = repertoire
-        self._residence = Residence()
+        self._whereabouts = Whereabouts()
         self._memory: Memory | None = None
         self._repetition: Repetition | None = None
         self._lru: LRUPolicy | None = None
@@ -67,10 +67,10 @@ class Player:
     def resident(self) -> int:
         """The bytes of blocks that it takes to be on the device."""
         self._catch_up()
-        return self._residence.resident
+        return self._whereabouts.resident
 
     def begin(self, number: int) -> None:
-        self._residence.begin_step()
+        self._whereabouts.begin_step()
         self.step = StepUnderWay(number)
 
     def end(self) -> StepUnderWay | None:
@@ -84,12 +84,12 @@ class Player:
                 step.hear(self._memory, 0)
             step.repeated(repetition, recording)
             for key in repetition.keys:
-                self._residence.drop(key)
+                self._whereabouts.drop(key)
             self._repetition = None
         else:
             self._depart()
             if step.table is not None and step.transcript is not None and not step.deviates:
-                ends_empty = not self._residence.owns_any
+                ends_empty = not self._whereabouts.owns_any
                 step.table.script = Script(step.transcript.lines, ends_empty)
                 step.table.recording = step.recording
         self.step = step.transcript = None
@@ -101,11 +101,11 @@ class Player:
             self._depart()
         self._memory = memory
         if self._repetition is None and self.step is not None:
-            self.step.hear(memory, self._residence.own)
+            self.step.hear(memory, self._whereabouts.own)
 
     def refused(self, action: Action) -> None:
         self._depart(for_good=True)
-        self._residence.refused(action)
+        self._whereabouts.refused(action)
         if self.step is not None and type(action) is Reload:
             self.step.returning.appendleft(action.key)
 
@@ -123,7 +123,7 @@ class Player:
         name, others, again = self._note(event, memory)
         if step is None:
             return self._think(event, name, others, again)
-        own, step.spare = self._residence.own, inf
+        own, step.spare = self._whereabouts.own, inf
         answer = self._think(event, name, others, again)
         above = None if memory is None else memory.device - self.room
         self._repetition = step.write(event, own, above, answer)
@@ -133,46 +133,46 @@ class Player:
         """Sends so many bytes of the host on to disk."""
         self._depart(for_good=True)
         if self._lru is not None:
-            return self._residence.follow(self._lru.decide(HostPressure(nbytes)))
-        step, residence = self.step, self._residence
-        on_host = list(residence.at(Place.HOST))
+            return self._whereabouts.follow(self._lru.decide(HostPressure(nbytes)))
+        step, whereabouts = self.step, self._whereabouts
+        on_host = list(whereabouts.at(Stage.HOST))
         if step is not None and step.table is not None:
             place = step.table.place
             names = step.names
             on_host.sort(key=lambda key: place(names.block(key)), reverse=True)
         actions: list[Action] = []
-        for key in (*on_host, *residence.at(Place.LEAVING)):
+        for key in (*on_host, *whereabouts.at(Stage.LEAVING)):
             if nbytes <= 0:
                 break
-            nbytes -= residence.nbytes(key)
-            actions += residence.follow([Release(key), Spill(key)])
+            nbytes -= whereabouts.nbytes(key)
+            actions += whereabouts.follow([Release(key), Spill(key)])
         return actions
 
     def _note(self, event: Event, memory: Memory | None) -> tuple[Name | None, int | None, Sequence[int]]:
         """The name of an event, the bytes beside blocks, and the blocks that are saved again and were leaving."""
-        residence = self._residence
+        whereabouts = self._whereabouts
         again: Sequence[int] = ()
         if isinstance(event, Saved):
-            again = residence.save(event.blocks)
+            again = whereabouts.save(event.blocks)
         elif isinstance(event, Dropped):
             for key in event.keys:
-                residence.drop(key)
-        others = None if memory is None else memory.device - residence.own
+                whereabouts.drop(key)
+        others = None if memory is None else memory.device - whereabouts.own
         return None if self.step is None else self.step.take(event, others), others, again
 
     def _think(self, event: Event, name: Name | None, others: int | None, again: Sequence[int]) -> list[Action]:
-        step, residence = self.step, self._residence
+        step, whereabouts = self.step, self._whereabouts
         # What is used now comes before all that is only due.
         actions: list[Action] = []
         if isinstance(event, Used):
-            if residence.place(event.key) not in (Place.LEAVING, Place.SINKING):
-                actions = residence.follow([Reload(event.key)])
-            residence.use(event.key)
+            if whereabouts.place(event.key) not in (Stage.LEAVING, Stage.SINKING):
+                actions = whereabouts.follow([Reload(event.key)])
+            whereabouts.use(event.key)
         if step is not None and step.undecided:
             self._choose(step)
         if step is None or step.table is None or name is None:
             advice: Sequence[Action] = self._learning(others).decide(event)
-            actions += residence.follow(advice if step is None else step.as_far_as_loose(advice))
+            actions += whereabouts.follow(advice if step is None else step.as_far_as_loose(advice))
             if others is None:
                 return actions
             # What comes next is not known, and may be twice as much as any that came before.
@@ -180,7 +180,7 @@ class Player:
         advice = step.table.actions(name, step.names)
         if advice or again:
             advice = [*map(Offload, again), *advice]
-            actions += residence.follow([each for each in advice if type(each) is not Reload])
+            actions += whereabouts.follow([each for each in advice if type(each) is not Reload])
             step.returning += [each.key for each in advice if type(each) is Reload]
         if others is not None:
             actions += self._guard(step.table.beside(name, others), event)
@@ -190,34 +190,34 @@ class Player:
 
     def _bring_back(self, step: StepUnderWay, table: Table, event: Name, others: int) -> list[Action]:
         """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
-        residence, names = self._residence, step.names
+        whereabouts, names = self._whereabouts, step.names
         actions: list[Action] = []
         while step.returning:
             key = step.returning[0]
             block = names.block(key)
-            if residence.place(key) in (Place.HOST, Place.DISK):
-                own = residence.own + residence.nbytes(key)
+            if whereabouts.place(key) in (Stage.HOST, Stage.DISK):
+                own = whereabouts.own + whereabouts.nbytes(key)
                 spare = self.room - table.needed(event, block, own, others)
                 step.spare = min(step.spare, spare)
                 if spare < 0:
                     break
             step.returning.popleft()
-            unplanned = table.disk is None and residence.any_at(Place.DISK)
+            unplanned = table.disk is None and whereabouts.any_at(Stage.DISK)
             coming = table.following(block, _FETCHED_AHEAD) if unplanned else ()
             fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
-            actions += residence.follow([Reload(key), *fetched])
+            actions += whereabouts.follow([Reload(key), *fetched])
         return actions
 
     def _guard(self, beside: int, event: Event) -> list[Action]:
         """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
         step = self.step
-        over = self._residence.own + beside - self.room
+        over = self._whereabouts.own + beside - self.room
         if step is not None:
             step.spare = min(step.spare, -over)
         if over <= 0:
             return []
         in_use = {event.key} if isinstance(event, Used) else set()
-        return self._residence.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
+        return self._whereabouts.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
 
     def _learning(self, others: int | None) -> LRUPolicy:
         """What decides where there is no plan."""
@@ -236,15 +236,15 @@ class Player:
 
     def _catch_up(self) -> None:
         """Takes note of what went by a script."""
-        step, repetition, residence = self.step, self._repetition, self._residence
+        step, repetition, whereabouts = self.step, self._repetition, self._whereabouts
         if step is None or repetition is None:
             return
         for memory, event, actions in repetition.unnoted():
-            step.hear(memory, residence.own)
+            step.hear(memory, whereabouts.own)
             self._note(event, memory)
             if isinstance(event, Used):
-                residence.use(event.key)
-            residence.follow(actions)
+                whereabouts.use(event.key)
+            whereabouts.follow(actions)
 
     def _depart(self, *, for_good: bool = False) -> None:
         """The step does not go by its script any more. for_good: nor can what it does now be one."""
@@ -256,7 +256,7 @@ class Player:
             step.transcript = repetition.transcript()
             step.returning = deque(repetition.waiting())
             if self._memory is not None:
-                step.hear(self._memory, self._residence.own)
+                step.hear(self._memory, self._whereabouts.own)
             self._repetition = None
         if for_good:
             step.transcript = None

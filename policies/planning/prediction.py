@@ -12,7 +12,7 @@ _OUT, _RELEASE, _RELOAD, _USE = range(4)
 
 
 @dataclass(frozen=True)
-class Wait:
+class PredictedWait:
     """The compute stream waits at a moment for a block's copy out (`release`), or for its copy back."""
 
     moment: int
@@ -26,7 +26,7 @@ class Prediction:
     """seconds: the step. waits: in their order. copied: of each block that leaves, when its copy out ends."""
 
     seconds: float
-    waits: list[Wait]
+    waits: list[PredictedWait]
     copied: dict[int, float]
 
     def arrivals(self, moments: Moments) -> list[float]:
@@ -65,7 +65,7 @@ def predict(moments: Moments, release: Mapping[int, int], reload: Mapping[int, i
     late = out_free = back_free = 0.0
     copied: dict[int, float] = {}
     arrived = [0.0] * len(nbytes)
-    waits: list[Wait] = []
+    waits: list[PredictedWait] = []
     for event in events:
         g = event >> step
         now = clock[g] + late
@@ -83,10 +83,10 @@ def predict(moments: Moments, release: Mapping[int, int], reload: Mapping[int, i
             arrived[x] = back_free
         elif kind == _RELEASE:
             if copied[x] > now:
-                waits.append(Wait(g, x, True, copied[x] - now))
+                waits.append(PredictedWait(g, x, True, copied[x] - now))
                 late += copied[x] - now
         elif arrived[x] > now:
-            waits.append(Wait(g, by_use[x], False, arrived[x] - now))
+            waits.append(PredictedWait(g, by_use[x], False, arrived[x] - now))
             late += arrived[x] - now
     return Prediction(moments.end + late, waits, copied)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...sizes import format_bytes, format_seconds
 from .link import Link
 from .names import Name
-from .plan import Cause, Plan, Stall
+from .plan import Cause, Plan, PlannedStall
 from .profile import Profile
 
 _FORWARD, _BACKWARD = "forward", "backward"
@@ -119,7 +119,7 @@ class Stalls:
         return self._clock[position] + late
 
     @staticmethod
-    def _released(stall: Stall, position: int) -> bool:
+    def _released(stall: PlannedStall, position: int) -> bool:
         return stall.position == position and stall.cause is Cause.RELEASE
 
     def _in_front(self, queue: Sequence[int], place: int, seconds: float, rate: float) -> list[int]:

@@ -46,7 +46,7 @@ _COLUMNS = {"": False, "what was found": False}
 
 
 @dataclass(frozen=True, slots=True)
-class Drive:
+class MeasuredDrive:
     """A measured drive. Speeds are in 1e9 bytes per second.
 
     filesystem: the kernel's name for it. direct_io: whether records go past the page cache. alignment: of direct
@@ -129,7 +129,7 @@ def _import_torch() -> dict[str, str]:
     return broken
 
 
-def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Drive:
+def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> MeasuredDrive:
     """Writes and reads `nbytes` several times, in a folder that is gone afterwards.
 
     advance: called with the bytes that were moved since the last call; about 2 * _ROUNDS * nbytes in all.
@@ -169,7 +169,7 @@ def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Drive:
         checksum.of(memory_at(start, buffers * record))
         checksum_speed = buffers * record / (time.perf_counter() - began) / 1e9
     write, read = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
-    return Drive(
+    return MeasuredDrive(
         filesystem=filesystem.name,
         in_memory=filesystem.in_memory,
         network=filesystem.network,
@@ -207,7 +207,7 @@ def _wait(jobs: Iterable[Job], pieces: Sequence[Piece], advance: Callable[[int],
         advance(piece.nbytes)
 
 
-def _show(link: MeasuredLink | None, why: str, drive: Drive, title: str, screen: Console) -> None:
+def _show(link: MeasuredLink | None, why: str, drive: MeasuredDrive, title: str, screen: Console) -> None:
     if link is None:
         screen.print(f"The link to a device was not measured: {why}.")
     else:

@@ -9,7 +9,7 @@ from enum import Enum
 from ..base import Action, Fetch, Offload, Release, Reload, Spill
 
 
-class Place(Enum):
+class Stage(Enum):
     """LEAVING: on its way to the host; SINKING: and from there to disk.
 
     RETURNING: on its way back, until backward uses it; so long it cannot leave again.
@@ -24,22 +24,22 @@ class Place(Enum):
 
 
 # What each action does to a block, by the place where it is.
-_STEPS: dict[type[Action], dict[Place | None, Place]] = {
-    Offload: {Place.DEVICE: Place.LEAVING},
-    Release: {Place.LEAVING: Place.HOST, Place.SINKING: Place.DISK},
+_STEPS: dict[type[Action], dict[Stage | None, Stage]] = {
+    Offload: {Stage.DEVICE: Stage.LEAVING},
+    Release: {Stage.LEAVING: Stage.HOST, Stage.SINKING: Stage.DISK},
     Reload: {
-        Place.LEAVING: Place.DEVICE,
-        Place.SINKING: Place.DEVICE,
-        Place.HOST: Place.RETURNING,
-        Place.DISK: Place.RETURNING,
+        Stage.LEAVING: Stage.DEVICE,
+        Stage.SINKING: Stage.DEVICE,
+        Stage.HOST: Stage.RETURNING,
+        Stage.DISK: Stage.RETURNING,
     },
-    Spill: {Place.LEAVING: Place.SINKING, Place.HOST: Place.DISK},
-    Fetch: {Place.DISK: Place.HOST},
+    Spill: {Stage.LEAVING: Stage.SINKING, Stage.HOST: Stage.DISK},
+    Fetch: {Stage.DISK: Stage.HOST},
 }
 
 
 @dataclass
-class Residence:
+class Whereabouts:
     """The blocks that are alive, by what was told and answered.
 
     resident: the bytes of those on the device; own: of these, the bytes of what the step that goes on has saved.
@@ -48,10 +48,10 @@ class Residence:
     resident: int = 0
     own: int = 0
     _nbytes: dict[int, int] = field(default_factory=dict)
-    _places: dict[int, Place] = field(default_factory=dict)
+    _places: dict[int, Stage] = field(default_factory=dict)
     _own: set[int] = field(default_factory=set)
     # Of each place its blocks, those that came first in front.
-    _at: dict[Place, dict[int, None]] = field(default_factory=lambda: {place: {} for place in Place})
+    _at: dict[Stage, dict[int, None]] = field(default_factory=lambda: {place: {} for place in Stage})
 
     def begin_step(self) -> None:
         self._own.clear()
@@ -67,13 +67,13 @@ class Residence:
         again = []
         for key, nbytes in blocks:
             if key in self._nbytes:
-                if self._places[key] in (Place.LEAVING, Place.SINKING):
+                if self._places[key] in (Stage.LEAVING, Stage.SINKING):
                     again.append(key)
-                self._move(key, Place.DEVICE)
+                self._move(key, Stage.DEVICE)
                 continue
             self._nbytes[key] = nbytes
             self._own.add(key)
-            self._move(key, Place.DEVICE)
+            self._move(key, Stage.DEVICE)
         return again
 
     def drop(self, key: int) -> None:
@@ -84,15 +84,15 @@ class Residence:
 
     def use(self, key: int) -> None:
         """Backward uses the block, which is brought back if it is away. One that is leaving goes on leaving."""
-        if self._places.get(key) in (Place.HOST, Place.DISK, Place.RETURNING):
-            self._move(key, Place.DEVICE)
+        if self._places.get(key) in (Stage.HOST, Stage.DISK, Stage.RETURNING):
+            self._move(key, Stage.DEVICE)
 
     def refused(self, action: Action) -> None:
         """The action was not done."""
-        if isinstance(action, Reload) and self._places.get(action.key) is Place.RETURNING:
-            self._move(action.key, Place.HOST)
+        if isinstance(action, Reload) and self._places.get(action.key) is Stage.RETURNING:
+            self._move(action.key, Stage.HOST)
         elif isinstance(action, Offload) and action.key in self._places:
-            self._move(action.key, Place.DEVICE)
+            self._move(action.key, Stage.DEVICE)
 
     def follow(self, actions: Sequence[Action]) -> list[Action]:
         """Those of the actions that can be done where the blocks are, which are taken for done."""
@@ -110,7 +110,7 @@ class Residence:
         What is leaving goes first, and then what has been there for the longest.
         """
         actions: list[Action] = []
-        for key in (*self._at[Place.LEAVING], *self._at[Place.SINKING], *self._at[Place.DEVICE]):
+        for key in (*self._at[Stage.LEAVING], *self._at[Stage.SINKING], *self._at[Stage.DEVICE]):
             if nbytes <= 0:
                 break
             if key not in keep:
@@ -118,20 +118,20 @@ class Residence:
                 actions += self.follow([Offload(key), Release(key)])
         return actions
 
-    def at(self, place: Place) -> Iterator[int]:
+    def at(self, place: Stage) -> Iterator[int]:
         """The keys of the blocks there, those that came first in front."""
         return iter(list(self._at[place]))
 
-    def any_at(self, place: Place) -> bool:
+    def any_at(self, place: Stage) -> bool:
         return bool(self._at[place])
 
     def nbytes(self, key: int) -> int:
         return self._nbytes[key]
 
-    def place(self, key: int) -> Place | None:
+    def place(self, key: int) -> Stage | None:
         return self._places.get(key)
 
-    def _move(self, key: int, to: Place | None) -> None:
+    def _move(self, key: int, to: Stage | None) -> None:
         before = self._places.pop(key, None)
         change = self._nbytes[key] * (_on_device(to) - _on_device(before))
         self.resident += change
@@ -144,5 +144,5 @@ class Residence:
             self._at[to][key] = None
 
 
-def _on_device(place: Place | None) -> bool:
-    return place in (Place.DEVICE, Place.LEAVING, Place.SINKING, Place.RETURNING)
+def _on_device(place: Stage | None) -> bool:
+    return place in (Stage.DEVICE, Stage.LEAVING, Stage.SINKING, Stage.RETURNING)
