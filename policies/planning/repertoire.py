@@ -51,7 +51,8 @@ _RECORDED = Variant()
 class Known:
     """A step that was recorded. tables: what was planned for it and its variants.
 
-    guessed: the times of its first positions are those of another kind.
+    guessed: its times are not to go by for long. Those of its first positions are another kind's, or it was the first
+    step of all, in which much is done that later ones need not do.
     """
 
     course: Sequence[Name]
@@ -136,7 +137,8 @@ class Repertoire:
         )
         profile = recording.profile([*begun, *seconds])
         blocks = list(recording.blocks)
-        known = Known(recording.course, recording.uses, recording.names, blocks, profile, guessed=before > 0)
+        guessed = before > 0 or not self._known
+        known = Known(recording.course, recording.uses, recording.names, blocks, profile, guessed=guessed)
         try:
             self.table(known, strict=True)
         except BudgetTooSmall as error:

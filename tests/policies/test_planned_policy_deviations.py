@@ -44,6 +44,11 @@ def test_a_longer_step_that_cannot_keep_the_budget_is_warned_of_and_goes_on(
     assert machine.run(step).peak <= budget
 
 
+def step_seconds(step: Step) -> float:
+    """Of its compute."""
+    return sum(profile(step).seconds)
+
+
 def test_a_link_that_becomes_slower_is_planned_for() -> None:
     step = gpt(layers=12)
     fast = replace(LINK, out=100e9, back=100e9)
@@ -55,6 +60,19 @@ def test_a_link_that_becomes_slower_is_planned_for() -> None:
     seconds = [machine.run(step).seconds for _ in range(10)]
     assert seconds[-1] <= best(step, budget, slow) * 1.02
     assert len({round(each, 6) for each in seconds[4:8]}) == 1  # not more often than at each fourth step
+
+
+def test_the_times_of_a_slow_first_step_are_forgotten() -> None:
+    """In it much is done that later ones need not do."""
+    step = gpt()
+    policy, _ = planned(step, 0.95)
+    machine = Machine(policy, LINK)
+    machine.run(gpt(seconds=4e-3))
+    machine.run(step)
+    assert policy.report().planned > 1.9 * step_seconds(step)
+    for _ in range(7):
+        machine.run(step)
+    assert policy.report().planned < 1.1 * step_seconds(step)
 
 
 def test_the_first_step_keeps_the_budget_while_others_take_more_and_more() -> None:
