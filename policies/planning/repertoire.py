@@ -51,8 +51,8 @@ _RECORDED = Variant()
 class Known:
     """A step that was recorded. tables: what was planned for it and its variants.
 
-    guessed: its times are not to go by for long. Those of its first positions are another kind's, or it was the first
-    step of all, in which much is done that later ones need not do.
+    guessed: its times are not to go by for long. Those of its first positions are another kind's, or it was the
+    first step of all, in which much is done that later ones need not do.
     """
 
     course: Sequence[Name]

@@ -75,7 +75,7 @@ def hooks_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copies_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(engine: TransferEngine, moves: object) -> None:
+    def fail(engine: TransferEngine, *moves: object) -> None:
         raise RuntimeError("no copy today")
 
     monkeypatch.setattr(TransferEngine, "offload", fail)
