@@ -50,12 +50,12 @@ test-schedules: setup ## what make test leaves out: other schedules, the task qu
 
 # Each framework asks for others of its own: without them what is there stays as it is. Each file has a process of its
 # own, for some frameworks change others when they are imported. pytest says 5 where all of a file is skipped.
-test-integrations: setup ## the frameworks of docs/frameworks.md, and make test-models: ten minutes
+test-integrations: setup $(VENV)/.models ## the frameworks of docs/frameworks.md, and models of libraries: ten minutes
 	@$(RUN) -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/frameworks \
 	  --requirement requirements/frameworks.txt
 	@ls tests/integrations/test_*.py | PYTHONPATH=$(VENV)/frameworks \
 	  xargs -P 2 -I FILE sh -c '$(RUN) -m pytest -q FILE || test $$? = 5'
-	@$(MAKE) --no-print-directory test-models
+	PYTHONPATH=$(VENV)/models $(RACES)=eager $(PYTEST) --dist=load tests/libraries/test_attached_models.py
 
 # Nor does this bring what the two libraries ask for: it is in .venv.
 models: setup $(VENV)/.models ## what moves in models of four libraries, and the peaks: ten minutes

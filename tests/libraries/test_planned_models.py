@@ -36,7 +36,7 @@ def stack_loss(model: nn.Module, to: To) -> Tensor:
     return loss
 
 
-# The peaks of two are weights and gradients, so that nothing has to leave.
+# The peak of DETR is weights and gradients, so that nothing has to leave. VGG takes minutes.
 WITHOUT = ("DETR", "VGG")
 ALL = {"Stack": LibraryModel("torch", stack, stack_loss)} | LIBRARY_MODELS | MORE_MODELS
 FAST = ("Stack", "T5")
