@@ -41,12 +41,12 @@ test: setup ## one pass over all that a change can break, with the race detector
 	@echo 'CI adds make lint, make mutants and make test-schedules (the other schedules, the task queue, the slow tests).'
 
 # Without the race detector torch_npu's task queue is on, as it is by default on hardware. The second line runs the slow
-# tests that the first leaves to others.
+# tests that the first leaves to others. The last two are make test's in the other schedules.
 test-schedules: setup ## what make test leaves out: other schedules, the task queue, slow tests: fifteen minutes
 	$(PYTEST) $(DETECTED)
 	$(RACES)=eager $(PYTEST) -m slow $(patsubst --ignore=%,%,$(DETECTED))
-	$(RACES)=late $(PYTEST) $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
-	$(RACES)=random $(PYTEST) $(DEVICE_TESTS) $(ONCE)
+	$(RACES)=late $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
+	$(RACES)=random $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE)
 
 # Each framework asks for others of its own: without them what is there stays as it is. Each file has a process of its
 # own, for some frameworks change others when they are imported. pytest says 5 where all of a file is skipped.

@@ -186,5 +186,5 @@ class Planner:
                 else PlannedStall(profile.used[wait.block], wait.block, Cause.RELOAD, wait.seconds)
                 for wait in draft.prediction.waits
             ),
-            bound=self._bound,
+            bound=min(self._bound, draft.prediction.seconds),  # they are not summed alike
         )
