@@ -213,10 +213,10 @@ class PlannedPolicy:
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
         self._budget = self._limit = max(1, self._given - fragments)
-        found = _MARGIN * (self._overruns + self._varies)
-        margin = self._least_margin + int(min(_MOST_MARGIN, found) * self._budget)
+        margin = self._least_margin + int(min(_MOST_MARGIN, _MARGIN * self._overruns) * self._budget)
         self._player.limit, self._player.margin = self._limit - self.states.kept, margin
-        self._repertoire.replan(self._budget, margin)
+        # A step that varies may have what its plan leaves free for that.
+        self._repertoire.replan(self._budget, margin + int(_MARGIN * self._varies * self._budget))
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
