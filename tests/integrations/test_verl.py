@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ def plugin() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_ENGINE_VENDOR", "tiered_mem")
         for name, value in points.items():
+            sys.modules.pop(value, None)  # where the package is installed verl has loaded it without the variable
             EntryPoint(name, value, "verl.plugins").load()
 
 

@@ -14,9 +14,12 @@ from tests.conftest import Link
 from tests.optimizer.conftest import MakeRig, MakeTiered
 from tests.optimizer.rig import NBYTES, RECORD, SLOT, Rig, content
 from tests.optimizer.training import make_params
+from tests.spill.faulty_files import FaultyFiles
 from tests.spilling import records_in
+from tiered_mem import TieringManager
 from tiered_mem.errors import Closed, TierFull
 from tiered_mem.host_slab import flat_form
+from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.spill.reader import read_header, read_record
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -75,6 +78,24 @@ def test_a_record_says_of_which_step_it_is(device: str, tmp_path: Path, make_tie
         tiered.step()
         make_tiered.manager.synchronize()
         assert max(read_header(path).step for path in records_in(tmp_path)) == step + 1
+
+
+def test_synchronize_waits_for_states_that_are_written(device: str, tmp_path: Path) -> None:
+    files = FaultyFiles()
+    params = make_params(device)
+    disk = DiskTier(tmp_path, capacity=16 << 20, files=files)
+    with TieringManager(policy="lru", device=device, host_bytes="8MiB", disk=disk) as manager:
+        tiered = manager.register_optimizer(torch.optim.AdamW(params), residency="disk")
+        with files.hold("pwrite") as hold:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            tiered.step()
+            waiting = in_a_thread(manager.synchronize)
+            assert hold.reached.wait(60)
+            waiting.join(0.2)  # where it did not wait, it would be through
+            assert waiting.is_alive()
+        waiting.join(60)
+        assert max(read_header(path).step for path in records_in(tmp_path)) == 1
 
 
 def test_what_was_not_changed_is_not_written_back(rig: Rig) -> None:
