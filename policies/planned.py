@@ -182,9 +182,6 @@ class PlannedPolicy:
             self._overrun(step.peak + self.states.kept)
         if step.varies and not self._varies:
             self._varies = True
-            self._leave_out(self._given - self._budget)
-        if step.varies and not self._varies:
-            self._varies = True
             self._player.varying = 0
             self._leave_out(self._given - self._budget)
         if self._fragments is not None and step.reserved:
