@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -41,16 +42,25 @@ _PATIENCE = 4
 _STRAYS = 8
 # Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
 _DRIFT = 0.02
-# So much of the budget is left free after each step that went above it, and the first whose blocks had other sizes
-# than the recorded ones, as a share; and at most.
-_MARGIN = 0.01
+# So much of the budget, at least and at most, is left free when steps went above it.
+_LEAST_MARGIN = 0.002
 _MOST_MARGIN = 0.05
+# So much of it is left free for steps whose blocks have other sizes than the recorded ones: at first, and when the
+# fullest of them are known.
+_RESERVE = 0.01
+_LEAST_RESERVE = 0.002
+# Memory between tensors is planned for anew when it has grown by more than this share of what was given.
+_GROWN = 0.01
+# The last of these that show what the next may take; and so many of the first are all recorded but for their times.
+_VARYING = 8
+_FIRST_VARYING = 16
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, Refused})
 _TIMED = _PLAYED | {StepMeasured}
 _RECORDED = _TIMED - {Memory} | {ExactMemory}
+_WATCHED = _PLAYED - {Memory} | {ExactMemory}
 
 
 class PlannedPolicy:
@@ -70,7 +80,7 @@ class PlannedPolicy:
     slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
     host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
     margin: bytes of the budget that are used only where a step needs them. After each step above the budget it is
-        1 % more, up to 5 %.
+        more by what that was above it, and at least 0.2 % of the budget; up to 5 %.
 
     states: what is said of optimizer states that may have a part of the budget.
 
@@ -105,9 +115,12 @@ class PlannedPolicy:
         self.account = Account(self._repertoire)
         self._player = Player(self._repertoire)
         self._player.limit, self._player.margin = self._limit, margin
-        self._player.varying = int(_MARGIN * self._budget)
+        self._player.varying = int(_RESERVE * self._budget)
         self._overruns = 0
-        self._varies = False  # whether a step had blocks of other sizes than the recorded one
+        self._overrun_bytes = 0  # by which these were above the budget
+        self._varying = 0  # steps that had blocks of other sizes than the recorded one
+        self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
+        self._reserve = 0  # what plans leave free for the next
         self._untimed = 0  # steps since the last that was timed
         self._strays = 0  # steps since the last that was of a known kind
         self.asks: Collection[type[OnRequest]] = _RECORDED
@@ -180,16 +193,18 @@ class PlannedPolicy:
         self.account.ended(step)
         if step.table is not None and step.peak > self._budget - self.states.kept:
             self._overrun(step.peak + self.states.kept)
-        if step.varies and not self._varies:
-            self._varies = True
-            self._player.varying = 0
-            self._leave_out(self._given - self._budget)
+        if step.varies:
+            self._vary(step)
         if self._fragments is not None and step.reserved:
             found = step.reserved - step.allocated + self._fragments // 2
             found = max(self._fragments, min(found, self._given // 4))
-            if step.exact or found > self._given - self._budget + self._given * _MARGIN:
+            if (step.exact and not step.varies) or found > self._given - self._budget + self._given * _GROWN:
                 self._leave_out(found)
-        self.asks = _TIMED if self._untimed >= _PATIENCE - 1 else _PLAYED
+        self.asks = _PLAYED
+        if self._untimed >= _PATIENCE - 1:
+            self.asks = _TIMED
+        elif step.varies and (self._varying <= _FIRST_VARYING or self._untimed == 1):
+            self.asks = _WATCHED
         if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
 
@@ -210,13 +225,27 @@ class PlannedPolicy:
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
         self._budget = self._limit = max(1, self._given - fragments)
-        margin = self._least_margin + int(min(_MOST_MARGIN, _MARGIN * self._overruns) * self._budget)
+        margin = self._least_margin + min(self._overrun_bytes, int(_MOST_MARGIN * self._budget))
         self._player.limit, self._player.margin = self._limit - self.states.kept, margin
         # A step that varies may have what its plan leaves free for that.
-        self._repertoire.replan(self._budget, margin + int(_MARGIN * self._varies * self._budget))
+        self._repertoire.replan(self._budget, margin + self._reserve)
+
+    def _vary(self, step: StepUnderWay) -> None:
+        """Learns from a step whose blocks had other sizes what such steps take at most, and what to leave free."""
+        self._varying += 1
+        self._player.varying = 0
+        if step.exact and step.known is not None and not step.deviates:
+            self._grown.append(self._repertoire.grow(step.known, step.variant, step.recording))
+        reserve = int(_RESERVE * self._budget)
+        if len(self._grown) == _VARYING:
+            reserve = min(reserve, max(int(_LEAST_RESERVE * self._budget), max(self._grown) * 3 // 2))
+        if reserve != self._reserve:
+            self._reserve = reserve
+            self._leave_out(self._given - self._budget)
 
     def _overrun(self, peak: int) -> None:
         self._overruns += 1
+        self._overrun_bytes += max(peak - self._budget, int(_LEAST_MARGIN * self._budget))
         self._leave_out(self._given - self._budget)
         if self._overruns >= 3:
             _log.warning(

@@ -24,8 +24,10 @@ from .smart_swap import SmartSwap
 from .trainings import Training
 
 _HOST_BYTES = "500GiB"
-# A training that begins makes its optimizer's states, is recorded and is planned for in the first steps.
+# A training that begins makes its optimizer's states, is recorded and is planned for in the first steps; and if no
+# two are alike, it takes some more to know what they are like.
 _BEGINNING = 4
+_BEGINNING_VARIED = 32
 _MOST_IN_FLIGHT = 3
 
 
@@ -108,7 +110,8 @@ class Contest:
     def auto(self, budget: int) -> Measured:
         """In a training that begins."""
         self._used = None  # its memory would count
-        return _of(self._make(), "auto", budget=budget, beginning=_BEGINNING)
+        beginning = _BEGINNING if len(self._plain_steps) == 1 else _BEGINNING_VARIED
+        return _of(self._make(), "auto", budget=budget, beginning=beginning)
 
 
 def _of(

@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tiered_mem.policies.planning.profile import Profile
-
-
-def memory(profile: Profile) -> list[int]:
-    """The most bytes of device memory at each position, if nothing moves."""
-    change = [0] * (len(profile.seconds) + 1)
-    for nbytes, saved, dropped in zip(profile.nbytes, profile.saved, profile.dropped, strict=True):
-        change[saved] += nbytes
-        change[dropped] -= nbytes
-    found, now = [], 0
-    for more, unmovable in zip(change, profile.unmovable, strict=False):
-        now += more
-        found.append(now + unmovable)
-    return found
 
 
 def alike(steps: Sequence[Profile]) -> bool:
@@ -29,5 +15,4 @@ def alike(steps: Sequence[Profile]) -> bool:
 def fullest(steps: Sequence[Profile]) -> Profile:
     """The last of the steps, with as much memory at each position as the fullest of them has there."""
     last = steps[-1]
-    more = (max(at) - at[-1] for at in zip(*map(memory, steps), strict=True))
-    return replace(last, unmovable=list(map(int.__add__, last.unmovable, more)))
+    return last.fuller([max(at) - at[-1] for at in zip(*(step.full for step in steps), strict=True)])

@@ -9,8 +9,6 @@ from tiered_mem.policies.planning.names import Name
 from tiered_mem.policies.planning.plan import Plan
 from tiered_mem.policies.planning.profile import Profile
 
-from .loads import memory
-
 # What its configuration has: bytes of the smallest tensor, bytes each second both ways, and the weight of sizes.
 _SMALLEST = 20 << 20
 _RATE = 25.6e9
@@ -36,7 +34,7 @@ class SmartSwap:
         self._begins = sorted({0, *layers, len(names)})
         seconds = [sum(profile.seconds[a:z]) for a, z in zip(self._begins, self._begins[1:], strict=False)]
         self._room_out, self._room_back = list(seconds), list(seconds)
-        self._need = [most - target for most in memory(profile)]
+        self._need = [most - target for most in profile.full]
 
     def plan(self) -> Plan:
         """The choice, without a prediction. Above the target where nothing more can leave."""

@@ -77,7 +77,7 @@ def moe() -> Training:
     x = torch.zeros(8192, 2048, dtype=torch.bfloat16, device="npu")
 
     def loss(model: nn.Module, number: int) -> Iterator[Tensor]:
-        chance = random.Random(number)
+        chance = random.Random(str(number))  # -1 is not 1
         for layer in model:
             layer.loads = _loads(chance, tokens=2 * len(x), experts=8)
         yield model(x).float().mean()

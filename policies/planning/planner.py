@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from functools import cached_property
+from itertools import accumulate, chain, islice
 
 from .bound import BudgetTooSmall, floor, least_seconds
 from .link import Link
@@ -18,6 +19,8 @@ from .selection import Selection, Selector
 
 # How many times slower a link may be on which all reloads are in time: the more, the more room is kept for them.
 _LEADS = (1.5, 3.0, 6.0, 0.5, 1.0, 0.0, 12.0, 0.25)
+# With this one, what lives the longest is tried too.
+_LIVES = 6.0
 # Drafts for one plan, at most.
 _MOST = 100
 _TOLERANCE = 0.005
@@ -47,6 +50,7 @@ class _Draft:
     reload: dict[int, int]
     prediction: Prediction
     lead: float
+    selector: Selector
     stays: frozenset[int]
 
     def cost(self) -> tuple[int, float]:
@@ -65,7 +69,7 @@ class Planner:
         self._moments = moments
         self._budget = budget
         self._link = link
-        self._selector = Selector(moments, budget, profile.backward)
+        self._by_use = Selector(moments, budget, profile.backward, profile.backward)
         self._copying = [n / link.out + link.latency for n in moments.nbytes]
         self._saved_at = [moments.clock[g] for g in moments.saved]
         self._bound = least_seconds(moments, budget, link)
@@ -75,8 +79,8 @@ class Planner:
         blocks = len(self._moments.nbytes)
         left = max(1, min(_MOST, _EFFORT // (blocks + 1))) if attempts is None else attempts
         drafts: list[_Draft] = []
-        for lead in _LEADS[:left]:
-            drafts.append(self._attempt(lead, hopeful=not drafts))
+        for lead, selector in islice(self._trials(), left):
+            drafts.append(self._attempt(lead, selector, hopeful=not drafts))
             if self._good(drafts[-1]):
                 break
         drafts.sort(key=_Draft.cost)
@@ -88,6 +92,25 @@ class Planner:
                 break
             best = min(best, draft, key=_Draft.cost)
         return self._finished(best)
+
+    def _trials(self) -> Iterator[tuple[float, Selector]]:
+        for lead in _LEADS:
+            yield lead, self._by_use
+            if lead == _LIVES and self._by_life.ranked != self._by_use.ranked:
+                yield lead, self._by_life
+
+    @cached_property
+    def _by_life(self) -> Selector:
+        """Lets go of what lives the longest, rather than of what is used last.
+
+        While several microbatches are under way, what is used last was saved last, and the link was idle before.
+        """
+        profile = self._profile
+        layers, clock = profile.backward, profile.clock
+        saved: dict[int, float] = {}
+        for position, layer in zip(profile.saved, layers, strict=True):
+            saved.setdefault(layer, clock[position])
+        return Selector(self._moments, self._budget, layers, [clock[layer] - saved[layer] for layer in layers])
 
     def _exchanges(self, draft: _Draft) -> Iterator[_Draft]:
         """Drafts in which what is waited for the longest stays on the device, and others leave in its place.
@@ -104,14 +127,16 @@ class Planner:
                 return
             block = max(waits, key=waits.__getitem__)
             tried.add(block)
-            changed = self._attempt(draft.lead, draft.stays | {block})
+            changed = self._attempt(draft.lead, draft.selector, draft.stays | {block})
             yield changed
             draft = min(draft, changed, key=_Draft.cost)
 
     def _good(self, draft: _Draft) -> bool:
         return not draft.over and draft.prediction.seconds <= self._goal
 
-    def _attempt(self, lead: float, stays: frozenset[int] = frozenset(), *, hopeful: bool = False) -> _Draft:
+    def _attempt(
+        self, lead: float, selector: Selector, stays: frozenset[int] = frozenset(), *, hopeful: bool = False
+    ) -> _Draft:
         """A draft with room for reloads on a link `lead` times slower.
 
         hopeful: the ends of the copies may not matter, as where each finds its link free.
@@ -120,19 +145,26 @@ class Planner:
         slack = self._goal - moments.end
         back = moments.used
         ready = list(map(float.__add__, self._saved_at, self._copying))
-        selection = self._selector.select(ready, back, stays)
+        selection = selector.select(ready, back, stays)
         for _ in range(_PASSES):
             release = selection.release
             ready = self._copies_end(release)
             if hopeful and all(ready[b] <= moments.clock[g] + slack for b, g in release.items()):
-                draft = self._timed(selection, lead, stays, rounds=1)
+                draft = self._timed(selection, lead, selector, stays, rounds=1)
                 if self._good(draft):
                     return draft
             back = latest_reloads(moments, release, self._link, lead)
-            selection = self._selector.select(ready, back, stays)
-        return self._timed(selection, lead, stays)
+            selection = selector.select(ready, back, stays)
+        return self._timed(selection, lead, selector, stays)
 
-    def _timed(self, selection: Selection, lead: float, stays: frozenset[int], rounds: int = 2 + _PASSES) -> _Draft:
+    def _timed(
+        self,
+        selection: Selection,
+        lead: float,
+        selector: Selector,
+        stays: frozenset[int],
+        rounds: int = 2 + _PASSES,
+    ) -> _Draft:
         """The draft that releases these blocks at the latest then; earlier, where that is faster."""
         moments = self._moments
         release = selection.release
@@ -140,7 +172,7 @@ class Planner:
         for more in reversed(range(rounds)):
             reload = early_reloads(moments, self._budget, release, selection.back)
             prediction = predict(moments, release, reload, self._link)
-            draft = _Draft(selection.over, release, reload, prediction, lead, stays)
+            draft = _Draft(selection.over, release, reload, prediction, lead, selector, stays)
             if best is not None and draft.cost() >= best.cost():
                 break
             best = draft

@@ -68,10 +68,36 @@ class Profile:
         return [0.0, *accumulate(self.seconds)]
 
     @cached_property
+    def full(self) -> list[int]:
+        """The most bytes of device memory from each position to the next, if no block ever leaves."""
+        change = [0] * (len(self.seconds) + 1)
+        for nbytes, saved, dropped in zip(self.nbytes, self.saved, self.dropped, strict=True):
+            change[saved] += nbytes
+            change[dropped] -= nbytes
+        return list(map(int.__add__, self.unmovable, accumulate(change)))
+
+    @cached_property
     def moments(self) -> Moments:
         """The positions as the planner sees them."""
         loose = self.loose or [saved + 1 for saved in self.saved]
         return Moments(self.seconds, self.unmovable, self.nbytes, self.saved, loose, self.used, self.dropped)
+
+    @property
+    def transient(self) -> list[int]:
+        """The bytes that come from each position to the next beside what is allocated there, at most."""
+        return list(map(int.__sub__, self.unmovable, self.standing or self.unmovable))
+
+    def fuller(self, more: Sequence[int], transient: Sequence[int] = ()) -> Profile:
+        """The step with so many bytes more at each position.
+
+        transient: the bytes of all of these that are transient at least, but for those at the first position.
+        """
+        unmovable = list(map(int.__add__, self.unmovable, more))
+        if not self.standing:
+            return replace(self, unmovable=unmovable)
+        least = list(map(max, self.transient, transient)) if transient else self.transient
+        standing = list(map(int.__sub__, unmovable, least))
+        return replace(self, unmovable=unmovable, standing=[*self.standing[:1], *standing[1:]])
 
     def standing_at(self, standing: Sequence[int]) -> Profile:
         """The step as it is when so much memory is allocated at each position.

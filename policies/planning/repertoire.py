@@ -28,8 +28,9 @@ _GRID = 128
 COMPARED = 8
 # Of new seconds in the mean of them and the old.
 _NEW = 0.25
-# Memory beside the blocks is planned for in steps of this share of the budget.
-_GRAIN = 1 / 256
+# Memory beside the blocks is planned for in steps of this share of the budget; a plan for so much more will do.
+_GRAIN = 1 / 4096
+_NEAR = 1 / 256
 # A plan is changed where its prediction changes by more than this share.
 _CHANGE = 0.01
 
@@ -118,9 +119,16 @@ class Repertoire:
         self._known.append(found)
         ratio = found.ratios(sizes)[0] if sizes else 1.0
         ratio = 1.0 if abs(ratio - 1) < 0.01 else ceil(ratio * _GRID) / _GRID
-        grain = max(1, int(self.budget * _GRAIN))
         more = standing - found.profile.standing[0] if found.profile.standing else 0
-        return found, Variant(ratio, -(-more // grain) * grain)
+        return found, self._variant(found, ratio, more)
+
+    def _variant(self, known: Known, ratio: float, more: int) -> Variant:
+        """The nearest that a plan was made for, or one that it is to be made for."""
+        grain = max(1, int(self.budget * _GRAIN))
+        exact = Variant(ratio, -(-more // grain) * grain)
+        near = self.budget * _NEAR
+        made = (each for each in known.tables if each.ratio == ratio and 0 <= each.more - exact.more <= near)
+        return min(made, default=exact)
 
     def add(self, recording: Recording, seconds: Sequence[float], like: Known | None, variant: Variant) -> None:
         """Takes a step over, and plans for it.
@@ -170,6 +178,24 @@ class Repertoire:
             made = Table(profile, first, self._disk(profile, first), known.names, known.blocks)
             known.tables[variant] = made
         return made
+
+    def grow(self, known: Known, variant: Variant, recording: Recording) -> int:
+        """Plans for a kind of steps with as much memory at each position as the fullest of them had there.
+
+        recording: of a step of this variant whose blocks had other sizes. Returns the most bytes by which it was
+        above all before, where that passes the budget.
+        """
+        names = recording.names
+        if len(names) != len(known.names) or set(names) != set(known.names):
+            return 0
+        place = {name: k for k, name in enumerate(names)}
+        order = [place[name] for name in known.names]
+        seen, before = recording.profile([0.0] * len(names)), known.profile.scaled(*variant).full
+        more = [max(0, seen.full[k] - full) for k, full in zip(order, before, strict=True)]
+        transient = [seen.transient[k] for k in order]
+        known.profile = known.profile.fuller(more, transient)
+        known.tables.clear()
+        return max((m for m, full in zip(more, before, strict=True) if full + m > self.budget), default=0)
 
     def same(self, recording: Recording) -> Known | None:
         """The kind of steps that a recording is of, if there is one with the same events and sizes."""

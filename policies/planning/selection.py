@@ -25,20 +25,23 @@ class Selection:
 class Selector:
     """Goes through a step and lets blocks go where memory would pass the budget.
 
-    moments, backward: the step, and the moment at which the backward of each block's layer begins.
+    moments: the step. layers: of each block the position at which its layer's backward begins. worth: of each
+    block, and the same for those of a layer; of two that could leave, the one does that is worth more, and of two
+    that are worth the same, the one that is used later.
     """
 
-    def __init__(self, moments: Moments, budget: int, backward: Sequence[int]) -> None:
+    def __init__(self, moments: Moments, budget: int, layers: Sequence[int], worth: Sequence[float]) -> None:
         self._moments = moments
         self._excess = [full - budget for full in moments.full]
         nbytes = moments.nbytes
-        # Last used first; of one layer the largest first, which is the fewest copies.
-        self._ranked = sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True)
-        self._ranked.sort(key=backward.__getitem__, reverse=True)
+        # Of one layer the largest first, which is the fewest copies.
+        self.ranked = sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True)
+        self.ranked.sort(key=layers.__getitem__, reverse=True)
+        self.ranked.sort(key=worth.__getitem__, reverse=True)
         self._rank = [0] * len(nbytes)
-        for rank, b in enumerate(self._ranked):
+        for rank, b in enumerate(self.ranked):
             self._rank[b] = rank
-        self._backward = backward
+        self._layers = layers
         self._by_loose = sorted(range(len(nbytes)), key=moments.loose.__getitem__)
 
     @cached_property
@@ -51,10 +54,10 @@ class Selector:
         ready: when each block's copy out would end, in seconds; back: the moment from which it shall take memory
         again, that of its use or one before; stays: blocks that do not leave.
 
-        Of the blocks whose copy has ended, that one goes which is used last. Where there is none, the device waits
+        Of the blocks whose copy has ended, that one goes which is worth most. Where there is none, the device waits
         for the copy that ends first. Where there is none of these either, what shall be back comes later.
         """
-        moments, rank, ranked, backward = self._moments, self._rank, self._ranked, self._backward
+        moments, rank, ranked, layers = self._moments, self._rank, self.ranked, self._layers
         clock, nbytes, loose, used = moments.clock, moments.nbytes, moments.loose, moments.used
         by_loose = self._by_loose
         back = list(back)
@@ -84,7 +87,7 @@ class Selector:
             while excess > 0:
                 if ripe:
                     b = ranked[heappop(ripe)]
-                    if ripe and nbytes[smaller := ranked[ripe[0]]] >= excess and backward[smaller] == backward[b]:
+                    if ripe and nbytes[smaller := ranked[ripe[0]]] >= excess and layers[smaller] == layers[b]:
                         heapreplace(ripe, rank[b])  # a block of the same layer that is smaller does as well
                         b = smaller
                 elif young:
