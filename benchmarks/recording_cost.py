@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
-import os
 import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import ascend_emulator
 
-from benchmarks.planned.links import LINKS
+from benchmarks.planned.links import LINKS, start
 from tiered_mem.policies import Link, LRUPolicy, PlannedPolicy, Policy
 from tiered_mem.policies.base import ExactMemory, OnRequest, Refused, StepBegin, StepEnd, StepMeasured, Used
 
 if TYPE_CHECKING:
     from benchmarks.planned.trainings import Training
 
-_HOST = "1TiB"
 _SHARE = 0.5  # of the way from the least that a plan can keep to what the plain step takes
 _CYCLE = 4  # steps from one that is timed to the next
 
@@ -81,19 +78,8 @@ def shares(name: str, link: Link) -> dict[str, float]:
 
 
 def main() -> None:
-    os.environ["TIERED_MEM_HOST_LIMIT"] = _HOST  # what the modelled server has, and not this machine
     there = LINKS["910b-25"]
-    ascend_emulator.start(
-        hbm_bytes="400GiB",
-        host_bytes=_HOST,
-        clock=there.chip,
-        dry=True,
-        schedule="eager",
-        races=False,
-        h2d_bytes_per_s=int(there.back),
-        d2h_bytes_per_s=int(there.out),
-    )
-    logging.getLogger("tiered_mem").setLevel(logging.ERROR)
+    start(there)
     link = Link(there.out, there.back)
     print(json.dumps({name: shares(name, link) for name in sys.argv[1:]}))
 

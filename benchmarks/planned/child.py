@@ -6,38 +6,21 @@ Writes a line of JSON for each thing that was measured, and one with the rows of
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import ascend_emulator
-
-from .links import LATENCY, LINKS
+from .links import LATENCY, LINKS, start
 
 if TYPE_CHECKING:
     from .contest import Measured
 
-_HOST = "1TiB"
-
 
 def main() -> int:
     model, link, *shares = sys.argv[1:]
-    os.environ["TIERED_MEM_HOST_LIMIT"] = _HOST  # what the modelled server has, and not this machine
     there = LINKS[link]
-    ascend_emulator.start(
-        hbm_bytes="400GiB",
-        host_bytes=_HOST,
-        clock=there.chip,
-        dry=True,
-        schedule="eager",
-        races=False,
-        h2d_bytes_per_s=int(there.back),
-        d2h_bytes_per_s=int(there.out),
-    )
-    logging.getLogger("tiered_mem").setLevel(logging.ERROR)
+    start(there)
     from tiered_mem.policies.planning.link import Link  # torch must find the device
 
     from .contest import Contest
