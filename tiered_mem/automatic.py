@@ -79,7 +79,7 @@ class PolicyChoice:
             fragments=int(_FRAGMENTS * total) if asked is None else None,
             slowdown=self._slowdown,
             host_bytes=host_bytes,
-            margin=0 if asked is None else min(_ROUNDED, budget // 32),
+            margin=0 if asked is None else min(_ROUNDED, budget // 16),
         )
         return planned if rehearsal is None else Rehearsal(planned, rehearsal)
 

@@ -21,8 +21,11 @@ from .selection import Selection, Selector
 _LEADS = (1.5, 3.0, 6.0, 0.5, 1.0, 0.0, 12.0, 0.25)
 # With this one, what lives the longest is tried too.
 _LIVES = 6.0
-# Drafts for one plan, at most.
+# Drafts for one plan, at most; and of these, with other leads, at least.
 _MOST = 100
+_TRIALS = 5
+# Of the blocks that are waited for, this share is exchanged at first.
+_EXCHANGED = 1 / 8
 _TOLERANCE = 0.005
 # How often the ends of copies are worked out anew from what leaves.
 _PASSES = 2
@@ -79,7 +82,7 @@ class Planner:
         blocks = len(self._moments.nbytes)
         left = max(1, min(_MOST, _EFFORT // (blocks + 1))) if attempts is None else attempts
         drafts: list[_Draft] = []
-        for lead, selector in islice(self._trials(), left):
+        for lead, selector in islice(self._trials(), min(left, max(_TRIALS, left * 2 // 3))):
             drafts.append(self._attempt(lead, selector, hopeful=not drafts))
             if self._good(drafts[-1]):
                 break
@@ -115,9 +118,11 @@ class Planner:
     def _exchanges(self, draft: _Draft) -> Iterator[_Draft]:
         """Drafts in which what is waited for the longest stays on the device, and others leave in its place.
 
-        The next goes on from the fastest so far.
+        The next goes on from the fastest so far. It begins with many blocks at once; where that does not help, with
+        half as many.
         """
         tried: set[int] = set()
+        count = 0
         while True:
             waits: defaultdict[int, float] = defaultdict(float)
             for wait in draft.prediction.waits:
@@ -125,11 +130,16 @@ class Planner:
                     waits[wait.block] += wait.seconds
             if not waits:
                 return
-            block = max(waits, key=waits.__getitem__)
-            tried.add(block)
-            changed = self._attempt(draft.lead, draft.selector, draft.stays | {block})
+            longest = sorted(waits, key=waits.__getitem__, reverse=True)
+            count = count or max(1, int(_EXCHANGED * len(longest)))
+            if count == 1:
+                tried.add(longest[0])
+            changed = self._attempt(draft.lead, draft.selector, draft.stays.union(longest[:count]))
             yield changed
-            draft = min(draft, changed, key=_Draft.cost)
+            if changed.cost() < draft.cost():
+                draft = changed
+            else:
+                count = max(1, count // 2)
 
     def _good(self, draft: _Draft) -> bool:
         return not draft.over and draft.prediction.seconds <= self._goal
