@@ -90,7 +90,8 @@ class Profile:
     def fuller(self, more: Sequence[int], transient: Sequence[int] = ()) -> Profile:
         """The step with so many bytes more at each position.
 
-        transient: the bytes of all of these that are transient at least, but for those at the first position.
+        transient: of all bytes at each position, those that are transient, where these are more than now. What
+        stands at the first position remains, as steps are told apart by it.
         """
         unmovable = list(map(int.__add__, self.unmovable, more))
         if not self.standing:

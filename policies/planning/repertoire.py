@@ -188,14 +188,17 @@ class Repertoire:
         names = recording.names
         if len(names) != len(known.names) or set(names) != set(known.names):
             return 0
-        place = {name: k for k, name in enumerate(names)}
-        order = [place[name] for name in known.names]
-        seen, before = recording.profile([0.0] * len(names)), known.profile.scaled(*variant).full
-        more = [max(0, seen.full[k] - full) for k, full in zip(order, before, strict=True)]
-        transient = [seen.transient[k] for k in order]
-        known.profile = known.profile.fuller(more, transient)
-        known.tables.clear()
-        return max((m for m, full in zip(more, before, strict=True) if full + m > self.budget), default=0)
+        seen, known_now = recording.profile([0.0] * len(names)), known.profile.scaled(*variant)
+        at = dict(zip(names, zip(seen.full, seen.transient, strict=True), strict=True))
+        full = [at[name][0] for name in known.names]
+        transient = [at[name][1] for name in known.names]
+        more = [max(0, new - old) for new, old in zip(full, known_now.full, strict=True)]
+        grown = max((m for m, now in zip(more, full, strict=True) if now > self.budget), default=0)
+        sudden = max(map(int.__sub__, transient, known_now.transient), default=0)
+        if max(grown, sudden) > self.budget * _GRAIN:
+            known.profile = known.profile.fuller(more, transient)
+            known.tables.clear()
+        return grown
 
     def same(self, recording: Recording) -> Known | None:
         """The kind of steps that a recording is of, if there is one with the same events and sizes."""
