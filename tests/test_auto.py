@@ -126,7 +126,7 @@ def test_what_the_host_cannot_hold_goes_to_disk_by_plan(
     leaves = run(32 << 20, None)["host.used.peak"]
     stats = run(int(share * leaves), tmp_path)
     assert stats["host.used.peak"] <= share * leaves
-    assert stats["spilled.bytes.total"] >= 2 * (1 - share) * leaves  # more than the first step alone, without a plan
+    assert stats["spilled.bytes.total"] >= 2 * (1 - share) * leaves  # more than the first step alone
     assert stats["kept.blocks.total"] == 0
 
 
