@@ -18,7 +18,7 @@ from ..interrupts import uninterrupted
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class WayBack:
     """What a tensor that is away remembers. It keeps the bytes alive.
 
     name: such as "layers.0.weight of GPT".
@@ -95,7 +95,7 @@ class HostCopy:
 class _Refusing:
     """Raises Offloaded for every operation, and for everything that shows its contents."""
 
-    _tiered_mem_away: Whereabouts
+    _tiered_mem_away: WayBack
 
     @classmethod
     def __torch_function__(
@@ -137,7 +137,7 @@ def can_go(tensor: torch.Tensor) -> bool:
     return type(tensor) in _AWAY
 
 
-def away(tensor: torch.Tensor) -> Whereabouts | None:
+def away(tensor: torch.Tensor) -> WayBack | None:
     """What a tensor that is away remembers; None for any other tensor."""
     return tensor._tiered_mem_away if isinstance(tensor, _Refusing) else None
 
@@ -146,7 +146,7 @@ def send_away(tensor: torch.Tensor, name: str, parked: Parked) -> None:
     """Takes the device memory from a tensor whose bytes are parked. The tensor stays the same object."""
     kind = type(tensor)
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    known = Whereabouts(name, kind, shape, int(tensor.storage_offset()), parked, _guard(tensor, name, parked))
+    known = WayBack(name, kind, shape, int(tensor.storage_offset()), parked, _guard(tensor, name, parked))
     with torch.inference_mode(tensor.is_inference()):
         # Below Python nothing asks this class, as where a saved-tensor hook kept the tensor. A shape (0,) would
         # broadcast with a last dimension of 1, and the result might pass for right.
@@ -160,7 +160,7 @@ def bring_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
     flat: 1-dimensional, of the dtype of one of the tensors in that memory with the smallest elements.
     """
-    known: Whereabouts = tensor._tiered_mem_away  # type: ignore[attr-defined]
+    known: WayBack = tensor._tiered_mem_away  # type: ignore[attr-defined]
     tensor.__class__ = known.kind
     del tensor._tiered_mem_away  # type: ignore[attr-defined]
     if known.guard is not None:
@@ -188,7 +188,7 @@ def _guard(tensor: torch.Tensor, name: str, parked: Parked) -> RemovableHandle |
     return tensor.register_hook(refuse)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _all_away(thing: object) -> Iterator[Whereabouts]:
+def _all_away(thing: object) -> Iterator[WayBack]:
     """The tensors that are away among a function's arguments."""
     if isinstance(thing, _Refusing):
         yield thing._tiered_mem_away
