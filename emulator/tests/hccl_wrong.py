@@ -188,11 +188,11 @@ def issued_too_early(waits: bool) -> Program:
 WRONG: dict[str, tuple[int, Program, dict[str, str]]] = {
     "out_of_order": (RANKS, out_of_order, {}),
     "another_size": (RANKS, another_size, {}),
-    "not_called": (RANKS, not_called, {"HCCL_EXEC_TIMEOUT": "1"}),
+    "not_called": (RANKS, not_called, {"HCCL_EXEC_TIMEOUT": "5"}),
     "both_send_first": (2, both_send_first, {"HCCL_EXEC_TIMEOUT": "1"}),
     "dies": (RANKS, dies, {}),
     "leaves": (RANKS, leaves, {}),
-    "never_comes": (RANKS, never_comes, {"HCCL_CONNECT_TIMEOUT": "1"}),
+    "never_comes": (RANKS, never_comes, {"HCCL_CONNECT_TIMEOUT": "10"}),
     "loses_its_device": (RANKS, loses_its_device, {}),
     "told_to_fail": (2, told_to_fail, {}),
     "on_one_device": (2, on_one_device, {}),
