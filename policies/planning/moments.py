@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import add
 
 # Of a step's time: what is nearer together is one moment. A plan's times are wrong by so much at most.
 _GRAIN = 1 / 20_000
@@ -23,30 +21,27 @@ class Moments:
     a `Profile`: nbytes, and the moments saved, used and dropped; and loose, the first at which it may be released.
     total: the bytes of all of them. end: the seconds of the step.
     by_use: the blocks in the order of their first uses. use_rank: the place of each in it.
+
+    It is made from what a `Profile` has for each position; its `clock` has the end too.
     """
 
     def __init__(
         self,
-        seconds: Sequence[float],
-        unmovable: Sequence[int],
+        clock: Sequence[float],
+        full: Sequence[int],
         nbytes: Sequence[int],
         saved: Sequence[int],
         loose: Sequence[int],
         used: Sequence[int],
         dropped: Sequence[int],
     ) -> None:
-        positions = len(seconds)
-        clock = [0.0, *accumulate(seconds)]
-        change = [0] * (positions + 1)
+        positions = len(full)
         drops = bytearray(positions + 1)
-        for n, s, d in zip(nbytes, saved, dropped, strict=True):
-            change[s] += n
-            change[d] -= n
+        for d in dropped:
             drops[d] = 1
         self.action, place = _moments(clock, drops, positions)
-        memory = list(map(add, unmovable, accumulate(change)))
         bounds = [*self.action, positions]
-        self.full = [max(memory[a:z]) for a, z in zip(bounds, bounds[1:])]  # noqa: B905, RUF007 - fast
+        self.full = [max(full[a:z]) for a, z in zip(bounds, bounds[1:])]  # noqa: B905, RUF007 - fast
         self.clock = [clock[k] for k in self.action]
         self.end = clock[-1]
         self.nbytes = list(nbytes)

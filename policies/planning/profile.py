@@ -80,7 +80,7 @@ class Profile:
     def moments(self) -> Moments:
         """The positions as the planner sees them."""
         loose = self.loose or [saved + 1 for saved in self.saved]
-        return Moments(self.seconds, self.unmovable, self.nbytes, self.saved, loose, self.used, self.dropped)
+        return Moments(self.clock, self.full, self.nbytes, self.saved, loose, self.used, self.dropped)
 
     @property
     def transient(self) -> list[int]:
@@ -98,7 +98,7 @@ class Profile:
             return replace(self, unmovable=unmovable)
         least = list(map(max, self.transient, transient)) if transient else self.transient
         standing = list(map(int.__sub__, unmovable, least))
-        return replace(self, unmovable=unmovable, standing=[*self.standing[:1], *standing[1:]])
+        return replace(self, unmovable=unmovable, standing=[self.standing[0], *standing[1:]])
 
     def standing_at(self, standing: Sequence[int]) -> Profile:
         """The step as it is when so much memory is allocated at each position.
