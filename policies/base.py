@@ -6,8 +6,8 @@ layer in the order in which the layers of this forward begin. It runs, and is te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import Protocol, overload
@@ -138,9 +138,13 @@ class StepBegin:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """The step is over, with its optimizer, or by an exception. Blocks may be alive still."""
+    """The step is over, with its optimizer, or by an exception. Blocks may be alive still.
+
+    stayed: the bytes of saved tensors that were no blocks of it and stayed on the device, by the reason, in words.
+    """
 
     step: int
+    stayed: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

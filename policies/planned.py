@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ..sizes import format_bytes, parse_bytes
@@ -29,13 +28,13 @@ from .base import (
 )
 from .planning.bound import BudgetTooSmall
 from .planning.link import Link
+from .planning.overruns import Cause, Overrun, Overruns
 from .planning.player import Player
 from .planning.repertoire import Repertoire
 from .planning.report import Account, Report
 from .planning.share import StatesShare
 from .planning.step import StepUnderWay
 
-_log = logging.getLogger("tiered_mem.policies")
 # Steps from one that is timed to the next, at least, for the same kind of step.
 _PATIENCE = 4
 # So many steps that are of no known kind are recorded in a row. After that it is each fourth.
@@ -112,12 +111,15 @@ class PlannedPolicy:
         self._least_margin = margin
         self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states, margin)
         self._ended: dict[int, StepUnderWay] = {}
-        self.account = Account(self._repertoire)
+        self.account = Account(self._repertoire, self._given, self.states)
         self._player = Player(self._repertoire)
         self._player.limit, self._player.margin = self._limit, margin
         self._player.varying = int(_RESERVE * self._budget)
-        self._overruns = 0
-        self._overrun_bytes = 0  # by which these were above the budget
+        self._overruns = Overruns()
+        self._overrun_bytes = 0  # by which steps with plans were above the budget
+        self._most = 0  # bytes of the device in this step, and of these the blocks; nothing of it while it is below
+        self._most_blocks = 0  # the budget
+        self._kept = 0  # of optimizer states, when the step began
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
         self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
         self._reserve = 0  # what plans leave free for the next
@@ -131,6 +133,11 @@ class PlannedPolicy:
         return self._player.resident
 
     @property
+    def missing(self) -> int:
+        """The bytes of the device that the budget lacks now, though all blocks have left that could."""
+        return self._player.missing
+
+    @property
     def plans_spills(self) -> bool:
         """Whether what goes to disk follows from the plan of the step that goes on."""
         step = self._player.step
@@ -140,7 +147,7 @@ class PlannedPolicy:
         """Suits every model."""
 
     def report(self) -> Report:
-        """What the last plan promises, and what came of it. Raises RuntimeError as long as there is none."""
+        """What the last plan promises, and what came of it; or why there is none."""
         return self.account.report()
 
     def decide(self, event: Event) -> Sequence[Action]:
@@ -154,8 +161,8 @@ class PlannedPolicy:
                 self._hear(event)
             case StepBegin(step):
                 self._begin(step)
-            case StepEnd():
-                self._end()
+            case StepEnd(_, stayed):
+                self._end(stayed)
             case StepMeasured(step, seconds, stalls, out, back):
                 ended = self._ended.pop(step, None)
                 if ended is not None:
@@ -169,6 +176,10 @@ class PlannedPolicy:
 
     def _hear(self, memory: Memory) -> None:
         device, peak, reserved = memory.device, memory.peak, memory.reserved
+        if peak > self._most:
+            self._most = peak
+            if peak > self._given:
+                self._most_blocks = self._player.resident
         if self._fragments is not None and reserved:
             between = reserved - device + self._fragments // 2
             self._limit = min(self._budget, self._given - between)
@@ -179,20 +190,31 @@ class PlannedPolicy:
         self._player.hear(memory)
 
     def _begin(self, number: int) -> None:
-        self._end()  # where nobody said so
+        self._end({})  # where nobody said so
+        self._most = self._most_blocks = 0
+        self._kept = self.states.kept
         self._player.begin(number)
 
-    def _end(self) -> None:
+    def _end(self, stayed: Mapping[str, int]) -> None:
         step = self._player.end()
         if step is None:
             return
+        step.peak = self._most
+        if step.peak > self._given:
+            cause = self._cause(step)
+            self._overruns.see(Overrun(step.number, step.peak, self._given, cause, self._most_blocks, stayed))
+        if self.states.kept != self._kept:
+            step.states_moved = True
+            self._repertoire.states_moved()
+            self.account.states_moved()
+            self._untimed = _PATIENCE
         self._untimed = 0 if StepMeasured in self.asks else self._untimed + 1
         self._strays = self._strays + 1 if step.deviates else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
         self.account.ended(step)
-        if step.table is not None and step.peak > self._budget - self.states.kept:
-            self._overrun(step.peak + self.states.kept)
+        if step.table is not None and step.peak > self._budget:
+            self._overrun(step.peak)
         if step.varies:
             self._vary(step)
         if self._fragments is not None and step.reserved:
@@ -212,8 +234,6 @@ class PlannedPolicy:
         """It is clear now what the step is."""
         self._player.decided = False
         step = self._player.step
-        if step is not None and step.table is not None:
-            self.account.chosen(step.table)
         if step is not None and self._player.strange:
             self._record(step.number)
 
@@ -243,21 +263,26 @@ class PlannedPolicy:
             self._reserve = reserve
             self._leave_out(self._given - self._budget)
 
+    def _cause(self, step: StepUnderWay) -> Cause:
+        """Why a step took more than what was given."""
+        recording = step.recording
+        if not recording.blocks:
+            return Cause.NOTHING
+        if not self._most_blocks and recording.uses:
+            return Cause.AFTER
+        if step.table is not None:
+            return Cause.PLANNED
+        if recording.twice:
+            return Cause.TWICE
+        return Cause.NEW if recording.regular else Cause.UNFINISHED
+
     def _overrun(self, peak: int) -> None:
-        self._overruns += 1
         self._overrun_bytes += max(peak - self._budget, int(_LEAST_MARGIN * self._budget))
         self._leave_out(self._given - self._budget)
-        if self._overruns >= 3:
-            _log.warning(
-                "a step took %s where the budget is %s, for the %d. time: a larger budget would be kept",
-                format_bytes(peak),
-                format_bytes(self._budget),
-                self._overruns,
-            )
 
     def _learn(self, step: StepUnderWay, seconds: Sequence[float], stalls: float, out: float, back: float) -> None:
         missing = len(step.recording.names) - len(seconds)
-        if missing < 0:
+        if missing < 0 or (step.states_moved and self._repertoire):
             return
         repertoire, recording = self._repertoire, step.recording
         if step.known is None or step.deviates or (step.longer and step.exact):

@@ -48,8 +48,7 @@ def test_a_report_of_planned_steps(device: str) -> None:
         TieringManager(policy="auto", device_budget="64MiB", device=device, host_bytes="32MiB") as manager,
         manager.attach(model, min_bytes=4096),
     ):
-        with pytest.raises(RuntimeError, match="there is no plan to report on yet"):
-            manager.report()
+        assert "the first step is recorded, and the next one like it goes by a plan" in str(manager.report())
         assert "planned" not in manager.memory_summary()
         train(model, x, 8)
         report = manager.report()
@@ -62,12 +61,19 @@ def test_a_report_of_planned_steps(device: str) -> None:
         assert manager.memory_summary().endswith(str(report))
 
 
-def test_other_policies_make_no_plans_to_report_on() -> None:
+def test_other_policies_report_what_moved() -> None:
+    model, x = make("cpu")
     with (
-        TieringManager(policy="layer-order", device="cpu", host_bytes="1MiB") as manager,
-        pytest.raises(RuntimeError, match="LayerOrderPolicy makes no plans to report on, as policy='auto' does"),
+        TieringManager(policy="layer-order", device="cpu", host_bytes="32MiB") as manager,
+        manager.attach(model, min_bytes="300KiB"),
     ):
-        manager.report()
+        train(model, x, 2)
+        report = manager.report()
+        stats = manager.stats()
+    assert report.missing.startswith("LayerOrderPolicy makes no plans, as policy='auto' does")
+    assert report.moved_until_now == stats["offloaded.bytes.total"]
+    assert report.stayed_until_now == {"in tensors below min_bytes": stats["stayed.small.bytes.total"]}
+    assert "in tensors below min_bytes" in str(report)
 
 
 @pytest.mark.slow(why="a process trains in a dry run")

@@ -136,6 +136,19 @@ class Device:
         if self._module is not None:
             self._module.reset_peak_memory_stats(self._number)
 
+    def free_pieces(self) -> tuple[list[int], list[int]]:
+        """The sizes of what torch's pool has free for the current stream: for large tensors, and for small ones."""
+        large: list[int] = []
+        small: list[int] = []
+        if self._module is not None:
+            stream = getattr(self._module.current_stream(self._number), f"{self.kind}_stream")
+            for segment in self._module.memory_snapshot():
+                ours = segment["device"] == self._number and segment["stream"] == stream
+                if ours and tuple(segment["segment_pool_id"]) == (0, 0):
+                    pieces = large if segment["segment_type"] == "large" else small
+                    pieces += [piece["size"] for piece in segment["blocks"] if piece["state"] == "inactive"]
+        return large, small
+
     def usable_and_total(self) -> tuple[int, int]:
         """The bytes of the device that this process has or could have, and all that there are. 0 on the cpu."""
         if self._module is None:

@@ -27,6 +27,7 @@ from .allocators.base import HostPool
 from .arguments import instance, yes_or_no
 from .automatic import PolicyChoice
 from .device import Device
+from .device_peak import DevicePeak
 from .errors import DeviceFailed
 from .host_budget import HostBytes
 from .host_tier import HostTier
@@ -143,14 +144,15 @@ class TieringManager:
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
             states = getattr(self._policy, "states", None)
             share = states if isinstance(states, StatesShare) else None
+            peak = DevicePeak(self.device)
             self._optimizers = RegisteredOptimizers(
-                self.device, self._engine, self._host, self._disk, self._turn, share
+                self.device, self._engine, self._host, self._disk, self._turn, peak, share
             )
             self.activations = Activations(
                 self._turn,
                 self._policy,
                 self._store,
-                StepWatch(self.device, self._engine, self._store.blocks),
+                StepWatch(self.device, peak, self._engine, self._store.blocks, self._turn, self._counters),
                 spiller=spiller,
                 trace=self._trace,
                 before=(self._phases.free,) if share is None else (self._phases.free, self._optimizers.count),
@@ -309,17 +311,16 @@ class TieringManager:
             with self._turn:
                 overlap = summary_rows(self._trace.figures())
         told = summary(str(self.device.torch_device), stats, overlap)
-        with contextlib.suppress(RuntimeError):  # no plan
-            told += f"\n\n{self.report()}"
-        return told
+        report = self.report()
+        return told if report.missing else f"{told}\n\n{report}"
 
     def report(self) -> Report:
         """With policy="auto": what the plan promises, what came of it, and what would help. print() shows it.
 
-        Takes up to a second. Raises RuntimeError where there is no plan: with other policies, and in the first
-        step.
+        With other policies, and before the first step with a plan, it says what has moved and what is missing. Takes
+        up to a second.
         """
-        return plan_report(self._policy)
+        return plan_report(self._policy, self._counters)
 
     @uninterrupted
     def export_trace(self, path: str | os.PathLike[str]) -> None:

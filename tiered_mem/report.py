@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from .activations.block import Block, Place
+from .activations.movable import WORDS
 from .allocators.base import PoolStats
 from .policies import Policy, Report
 from .sizes import format_bytes
@@ -110,12 +112,10 @@ def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequen
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
 
-def plan_report(policy: Policy) -> Report:
-    """What a policy that plans has to report. Raises RuntimeError for any other, and where there is no plan yet."""
+def plan_report(policy: Policy, counters: Counters) -> Report:
+    """What a policy that plans has to report, or why there is no plan; and what has moved until now."""
     report = getattr(policy, "report", None)
-    if report is None:
-        raise RuntimeError(
-            f"{type(policy).__name__} makes no plans to report on, as policy='auto' does; stats() and "
-            "memory_summary() tell what moved, and with trace=True what was waited for"
-        )
-    return cast(Report, report())
+    missing = f"{type(policy).__name__} makes no plans, as policy='auto' does; with trace=True all waits are told"
+    told = Report(missing) if report is None else cast(Report, report())
+    stayed = {WORDS[reason]: moved.nbytes for reason, moved in counters.stayed.items() if moved.nbytes}
+    return replace(told, moved_until_now=counters.offloaded.nbytes, stayed_until_now=stayed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ...sizes import format_bytes, format_seconds
@@ -15,6 +15,7 @@ from .plan import DiskPlan, Plan
 from .planner import plan
 from .profile import Profile
 from .repertoire import least_memory
+from .share import StatesShare, states_to_keep
 from .stalls import layer_times, layers_named
 
 # Of the step's compute time: so much waiting is none.
@@ -33,8 +34,9 @@ _Found = tuple[float, str]
 class Adviser:
     """Advises on one step within a budget.
 
-    names, blocks: of the step's positions and blocks. grown: bytes that have come to stay on the device since the
-    first step began. disk: the plan for the drive, if there is one.
+    names, blocks: of the step's positions and blocks. budget: for all, with optimizer states. grown: bytes that have
+    come to stay on the device since the first step began. disk: the plan for the drive, if there is one. states: of
+    optimizers, which a plan has stay on the device or not.
     """
 
     profile: Profile
@@ -44,33 +46,49 @@ class Adviser:
     link: Link
     grown: int = 0
     disk: DiskPlan | None = None
+    states: StatesShare = field(default_factory=StatesShare)
 
     def advice(self) -> tuple[str, ...]:
         """At most three sentences, what helps the most first. It takes about twenty plans."""
         try:
-            now = plan(self.profile, self.budget, self.link)
+            now = plan(self.profile, self.budget - self.states.kept, self.link)
         except BudgetTooSmall as error:
             return (str(explained(error, self.profile, self.names)),)
         if now.waits > _NONE * sum(self.profile.seconds):
             found = [self._larger(now), self._checkpoints(now), self._optimizer(now), self._drive()]
         else:
-            found = [self._smaller(), self._drive()]
+            found = [self._smaller(now), self._drive()]
         told = sorted((each for each in found if each is not None), reverse=True)
         return tuple(text for _, text in told[:_MOST])
 
-    def _larger(self, now: Plan) -> _Found:
-        least = format_bytes(self._least())
-        return now.waits, f"a budget of {least} would hide all copies, and save {format_seconds(now.waits)}"
-
-    def _smaller(self) -> _Found | None:
+    def _larger(self, now: Plan) -> _Found | None:
+        """A budget is advised as it was tried: with as many states on the device as would stay there then."""
         least = self._least()
+        kept, seconds = states_to_keep(self.profile, least, self.link, self.states)
+        waits = plan(self.profile, least - kept, self.link).waits
+        saved = now.seconds + self._passing(self.states.kept) - seconds
+        if saved <= _NONE * now.seconds:
+            return None
+        hides = "hide all copies, and " if waits <= _NONE * now.seconds else ""
+        return saved, f"a budget of {format_bytes(least)} would {hides}save {format_seconds(saved)}"
+
+    def _smaller(self, now: Plan) -> _Found | None:
+        least = max(self._least(), self.states.step_peak + self.states.rounding + self.states.kept)
         if self.budget - least < _LITTLE * self.budget:
+            return None
+        _, seconds = states_to_keep(self.profile, least, self.link, self.states)
+        if seconds > (now.seconds + self._passing(self.states.kept)) * (1 + _NONE):
             return None
         return 0.0, f"a budget of {format_bytes(least)} would do: nothing waits there either"
 
     def _least(self) -> int:
-        """The least budget at which nothing waits."""
-        return least_memory(self.profile, max(self.profile.moments.full), self.link, _NONE).peak
+        """The least budget at which nothing waits, with the states on the device that are there now."""
+        most = max(self.profile.moments.full)
+        return least_memory(self.profile, most, self.link, _NONE).peak + self.states.kept
+
+    def _passing(self, kept: int) -> float:
+        """The seconds in which the other states cross the link."""
+        return (self.states.total - kept) / (min(self.link.out, self.link.back) * self.link.both)
 
     def _checkpoints(self, now: Plan) -> _Found | None:
         """How many of the last layers are better computed twice than moved."""
@@ -82,7 +100,7 @@ class Adviser:
             layers = numbers[-count:]
             step = checkpointed(self.profile, self.names, self.blocks, layers)
             try:
-                made = plan(step, self.budget, self.link)
+                made = plan(step, self.budget - self.states.kept, self.link)
             except BudgetTooSmall:
                 continue
             if made.seconds < best * (1 - _NONE):
@@ -97,7 +115,7 @@ class Adviser:
 
     def _optimizer(self, now: Plan) -> _Found | None:
         """What stays since the first step is, as a rule, the states that the optimizer made in it."""
-        if self.grown < _LITTLE * self.budget:
+        if self.grown < _LITTLE * self.budget or self.states.total:
             return None
         without = replace(self.profile, unmovable=[max(0, n - self.grown) for n in self.profile.unmovable])
         gained = now.seconds - plan(without, self.budget, self.link).seconds

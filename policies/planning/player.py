@@ -41,12 +41,13 @@ class Player:
     step: the one that goes on. limit: the bytes that it may have on the device, with all else. margin: how much of
     these is left free if the plan can do without. varying: how much more in a step whose blocks have other sizes
     than the recorded ones. decided: whether it has become clear what the step is. strange: that it is of no known
-    kind, or longer than any.
+    kind, or longer than any. missing: the bytes that were too many when it last looked, though all that could had
+    left.
     """
 
     def __init__(self, repertoire: Repertoire) -> None:
         self.step: StepUnderWay | None = None
-        self.limit = self.margin = self.varying = 0
+        self.limit = self.margin = self.varying = self.missing = 0
         self.decided = self.strange = False
         self._repertoire = repertoire
         self._whereabouts = Whereabouts()
@@ -214,10 +215,14 @@ class Player:
         over = self._whereabouts.own + beside - self.room
         if step is not None:
             step.spare = min(step.spare, -over)
+        self.missing = 0
         if over <= 0:
             return []
         in_use = {event.key} if isinstance(event, Used) else set()
-        return self._whereabouts.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
+        before = self._whereabouts.resident
+        actions = self._whereabouts.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
+        self.missing = max(0, over - before + self._whereabouts.resident)
+        return actions
 
     def _learning(self, others: int | None) -> LRUPolicy:
         """What decides where there is no plan."""

@@ -109,16 +109,21 @@ class Recording:
             life.dropped = len(self.names) - 1
 
     @property
+    def twice(self) -> bool:
+        """Whether backward came a second time to blocks that it had used before."""
+        again = sum(each.nbytes for each in self.blocks.values() if each.again)
+        return again > sum(each.nbytes for each in self.blocks.values()) // 8
+
+    @property
     def regular(self) -> bool:
         """Whether a plan can be made from it.
 
         Its forwards ended, and one backward, and no second over the same blocks, used most of what they saved,
         which was dropped then. A backward may come back to a layer, but there it uses other blocks.
         """
-        again = sum(each.nbytes for each in self.blocks.values() if each.again)
         used = sum(each.nbytes for each in self.blocks.values() if each.used is not None and each.dropped)
         total = sum(each.nbytes for each in self.blocks.values())
-        return self._measured and not self._running and 0 < total <= 2 * used and again <= total // 8
+        return self._measured and not self._running and 0 < total <= 2 * used and not self.twice
 
     def profile(self, seconds: Sequence[float]) -> Profile:
         """Raises ValueError where there are not as many seconds as positions."""

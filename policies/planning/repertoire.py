@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from .bound import BudgetTooSmall
@@ -53,7 +53,7 @@ class Known:
     """A step that was recorded. tables: what was planned for it and its variants.
 
     guessed: its times are not to go by for long. Those of its first positions are another kind's, or it was the
-    first step of all, in which much is done that later ones need not do.
+    first step of all, in which much is done that later ones need not do, or optimizer states have moved since.
     """
 
     course: Sequence[Name]
@@ -94,6 +94,7 @@ class Repertoire:
         self._slowdown = slowdown
         self._states = states
         self._known: list[Known] = []  # the one that was used last comes last
+        self._told = inf  # from this ratio on it has been said that a step may run out of memory
 
     def __len__(self) -> int:
         return len(self._known)
@@ -158,7 +159,8 @@ class Repertoire:
 
     def table(self, known: Known, variant: Variant = _RECORDED, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
-        if self._states.total and self._states.target is None:
+        if self._states.total and (self._states.target is None or not self._states.fit(self._room)):
+            self._states.target = None
             self.replan()
         made = known.tables.get(variant)
         if made is None:
@@ -169,10 +171,13 @@ class Repertoire:
                 # In no variable: an error that is raised here would keep all that is under way, and itself.
                 if strict:
                     raise explained(error, profile, known.names) from None
-                _log.warning(
-                    "a step of %.2f times the recorded size may run out of memory: %s",
-                    *(variant.ratio, explained(error, profile, known.names)),
-                )
+                if variant.ratio < self._told:
+                    self._told = variant.ratio
+                    _log.warning(
+                        "a step of %.2f times the recorded size, and any larger one, may take more than the budget: "
+                        "%s",
+                        *(variant.ratio, explained(error, profile, known.names)),
+                    )
                 self._states.target = 0
                 first = plan(profile, error.floor, self.link)
             made = Table(profile, first, self._disk(profile, first), known.names, known.blocks)
@@ -208,6 +213,11 @@ class Repertoire:
                 return known
         return None
 
+    def states_moved(self) -> None:
+        """Optimizer states are elsewhere now: the times that are known are not to go by for long."""
+        for known in self._known:
+            known.guessed = True
+
     def drift(self, known: Known, variant: Variant, seconds: Sequence[float], out: float, back: float) -> None:
         """Plans a kind of steps anew, by the times and rates of another one, if that changes the prediction.
 
@@ -242,17 +252,27 @@ class Repertoire:
     def _plan(self, profile: Profile) -> Plan:
         states = self._states
         if states.total and states.target != 0:
-            keep = states_to_keep(profile, self.budget, self.link, states.total)
+            keep = self._to_keep(profile)
             if states.target is None or keep < states.target:
                 states.target = keep
                 self.replan()
-        budget = self.budget - states.planned
         try:
-            return self._within(profile, budget - self._margin)
+            return self._within(profile, self._room - states.planned)
         except BudgetTooSmall:
             if not self._margin:
                 raise
-        return self._within(profile, budget)
+        return self._within(profile, self.budget - states.planned)
+
+    @property
+    def _room(self) -> int:
+        """The budget for plans that can do without the margin."""
+        return self.budget - self._margin
+
+    def _to_keep(self, profile: Profile) -> int:
+        try:
+            return states_to_keep(profile, self._room, self.link, self._states)[0]
+        except BudgetTooSmall:
+            return 0  # what such a step needs it needs for blocks
 
     def _within(self, profile: Profile, budget: int) -> Plan:
         if self._slowdown is None:

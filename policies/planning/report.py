@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import fsum
 from typing import Any
 
 from ...sizes import format_bytes, format_seconds
 from ..base import StepMeasured
 from .advice import Adviser, moved
+from .bound import least_seconds
 from .link import Link
 from .names import Name
 from .profile import Profile
 from .repertoire import Repertoire
+from .share import StatesShare
 from .stalls import LayerStall, Stalls
 from .step import StepUnderWay
 from .table import Table
@@ -22,141 +25,216 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Report:
-    """One kind of step: as planned, and as it was. Memory in bytes, times in seconds.
+    """A step as planned, and as it was. Memory in bytes, times in seconds.
 
-    step: the number of the step that was measured; None where none has been yet, and then all that is measured is
-        None.
-    budget: what all memory of the device was to stay below. measured_peak: the most in any step with a plan.
+    It is of the last step that went by a plan, and of all like it since optimizer states were moved. Where none has
+    yet, or the policy makes no plans, `missing` says so, and what is not known is None.
+
+    missing: why there is no plan; empty where there is one.
+    step: the number of the step that was measured; None where none like it has been, and then all times that are
+        measured are None.
+    budget: what all memory of the device was to stay below.
+    planned_peak, measured_peak: the most, with all that comes before and after the backward, the optimizer's step
+        among it. Where nobody resets torch's peak, what stays below the most that ever was is known at events only.
     compute: the step without any waits. planned, measured: with them. least: a time that no plan within the budget
         can better.
     moved: bytes that go to the host in a step, and come back. planned_hidden, measured_hidden: the share of the
         copies' time that compute does not wait for, from 0 to 1; None where nothing moves.
+    states_kept: of the optimizer states that may, the bytes that stay on the device.
     stalls: the layers that wait for copies, the longest first.
     advice: at most three sentences.
+    moved_until_now, stayed_until_now: bytes that were copied to the host since the manager was made, and those of
+        saved tensors that no policy could move, by the reason, in words.
     """
 
-    step: int | None
-    budget: int
-    planned_peak: int
-    measured_peak: int | None
-    compute: float
-    planned: float
-    measured: float | None
-    least: float
-    moved: int
-    planned_hidden: float | None
-    measured_hidden: float | None
-    stalls: tuple[LayerStall, ...]
-    advice: tuple[str, ...]
+    missing: str = ""
+    step: int | None = None
+    budget: int | None = None
+    planned_peak: int | None = None
+    measured_peak: int | None = None
+    compute: float | None = None
+    planned: float | None = None
+    measured: float | None = None
+    least: float | None = None
+    moved: int | None = None
+    planned_hidden: float | None = None
+    measured_hidden: float | None = None
+    states_kept: int = 0
+    stalls: tuple[LayerStall, ...] = ()
+    advice: tuple[str, ...] = ()
+    moved_until_now: int = 0
+    stayed_until_now: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, numbers and strings, as for JSON."""
         return asdict(self) | {"stalls": [asdict(stall) for stall in self.stalls], "advice": list(self.advice)}
 
     def __str__(self) -> str:
-        step = f"{format_seconds(self.planned)} planned"
-        peak = f"{format_bytes(self.planned_peak)} planned"
+        rows = self._planned_rows() if not self.missing else [("no plan", self.missing)]
+        if self.missing and self.budget is not None:
+            rows.append(("budget", format_bytes(self.budget)))
+        if self.missing and self.measured_peak is not None:
+            rows.append(("peak", f"{format_bytes(self.measured_peak)} measured"))
+        if self.missing:
+            rows.append(("moved", f"{format_bytes(self.moved_until_now)} to the host until now"))
+        stayed = sorted(self.stayed_until_now.items(), key=lambda each: each[1], reverse=True)
+        if self.missing and stayed:
+            told = "; ".join(f"{format_bytes(nbytes)} {why}" for why, nbytes in stayed)
+            rows.append(("stayed", f"{told}"))
+        rows += [("advice" if not i else "", text) for i, text in enumerate(self.advice)]
+        return "\n".join(f"{label:<8} {value}" for label, value in rows)
+
+    def _planned_rows(self) -> list[tuple[str, str]]:
+        step = f"{_time(self.planned)} planned"
+        peak = f"{_size(self.planned_peak)} planned"
         hidden = "nothing moves" if self.planned_hidden is None else f"{100 * self.planned_hidden:.0f} % hidden"
         if self.measured_peak is not None:
             peak += f", {format_bytes(self.measured_peak)} measured"
+        if self.states_kept:
+            peak += f", of which {format_bytes(self.states_kept)} are optimizer states"
         if self.measured is not None:
             step += f", {format_seconds(self.measured)} measured (step {self.step})"
         if self.measured_hidden is not None:
             hidden += f" as planned, {100 * self.measured_hidden:.0f} % as measured"
         rows = [
-            ("budget", format_bytes(self.budget)),
+            ("budget", _size(self.budget)),
             ("peak", peak),
-            ("step", f"{step}; no plan is below {format_seconds(self.least)}"),
-            ("compute", format_seconds(self.compute)),
-            ("copies", f"{format_bytes(self.moved)} each way, {hidden}" if self.moved else hidden),
+            ("step", f"{step}; no plan is below {_time(self.least)}"),
+            ("compute", _time(self.compute)),
+            ("copies", f"{_size(self.moved)} each way, {hidden}" if self.moved else hidden),
         ]
         rows += [("waits" if not i else "", str(stall)) for i, stall in enumerate(self.stalls[:_SHOWN])]
         if len(self.stalls) > _SHOWN:
             left = self.stalls[_SHOWN:]
             rest = format_seconds(sum(stall.seconds for stall in left))
             rows.append(("", f"{len(left)} more, {rest} planned"))
-        rows += [("advice" if not i else "", text) for i, text in enumerate(self.advice)]
-        return "\n".join(f"{label:<8} {value}" for label, value in rows)
+        return rows
 
 
 class Account:
-    """Keeps what became of planned steps, for a report on the last one that was measured."""
+    """Keeps what became of planned steps, for a report on the last one.
 
-    def __init__(self, repertoire: Repertoire) -> None:
+    given: the budget that was named. states: optimizer states that have a part of it.
+    """
+
+    def __init__(self, repertoire: Repertoire, given: int, states: StatesShare) -> None:
         self._repertoire = repertoire
+        self._given = given
+        self._states = states
         self._first: int | None = None  # bytes beside blocks when the first step began
-        self._standing: Sequence[int] = ()
-        self._peak: int | None = None
-        self._table: Table | None = None
+        self._last: StepUnderWay | None = None  # that went by a plan
+        self._peak = 0  # of it and all like it
         self._measured: tuple[StepUnderWay, StepMeasured] | None = None
+        self._unplanned: int | None = None  # the peak of the last step without a plan
         self._recorded: tuple[Profile, Sequence[Name]] | None = None
 
-    def chosen(self, table: Table) -> None:
-        """A step goes by this plan from now on."""
-        if self._measured is None:
-            self._table = table
+    def states_moved(self) -> None:
+        """Steps are others from now on."""
+        self._last = self._measured = None
 
     def ended(self, step: StepUnderWay) -> None:
         standing = step.recording.standing
         if self._first is None and standing:
             self._first = standing[0]
-        if step.table is not None:
-            self._standing = standing
-            self._peak = max(step.peak, self._peak or 0)
+        if step.table is None:
+            self._unplanned = step.peak
+        elif not step.deviates:
+            alike = self._last is not None and _alike(self._last, step)
+            self._peak = max(step.peak, self._peak if alike else 0)
+            self._last = step
+            if self._measured is not None and not _alike(self._measured[0], step):
+                self._measured = None
 
     def measured(self, step: StepUnderWay, event: StepMeasured) -> None:
         """A step that has ended was measured."""
+        whole = len(event.seconds) == len(step.recording.names)
         if step.table is not None and not step.deviates:
-            self._table, self._measured = step.table, (step, event)
-        elif self._table is None and step.recording.regular and len(event.seconds) == len(step.recording.names):
+            if whole and self._last is not None and _alike(self._last, step):
+                self._measured = step, event
+        elif step.recording.regular and whole:
             self._recorded = step.recording.profile(event.seconds), step.recording.names
 
     def step(self) -> tuple[Profile, Sequence[Name], Link]:
         """The step that plans are for, its positions, and the link. Raises RuntimeError before one was measured."""
-        if self._table is None and self._recorded is not None:
-            return *self._recorded, self._repertoire.link
-        return self._now(self._planned()), self._planned().names, self._repertoire.link
+        if self._last is not None and self._last.table is not None:
+            return self._now(self._last, self._last.table), self._last.table.names, self._repertoire.link
+        if self._recorded is None:
+            raise RuntimeError("no step has been measured yet that a plan can be made from")
+        return *self._recorded, self._repertoire.link
 
-    def _now(self, table: Table) -> Profile:
-        """The step with what is allocated on the device by now."""
-        alike = len(self._standing) == len(table.profile.standing)
-        return table.profile.standing_at(self._standing) if alike else table.profile
+    def _now(self, step: StepUnderWay, table: Table) -> Profile:
+        """The step as it is by now: with what is allocated on the device, and the times of the last one measured."""
+        profile = table.profile
+        if len(step.recording.standing) == len(profile.standing):
+            profile = profile.standing_at(step.recording.standing)
+        event = None if self._measured is None else self._measured[1]
+        if event is not None and len(event.seconds) == len(profile.seconds):
+            profile = replace(profile, seconds=list(event.seconds))
+        return profile
 
     def report(self) -> Report:
-        """It takes up to a second. Raises RuntimeError as long as there is no plan."""
-        table, budget, link = self._planned(), self._repertoire.budget, self._repertoire.link
-        plan, profile = table.plan, table.profile
-        step, event = self._measured or (None, None)
-        whole = step is not None and event is not None and len(event.seconds) == len(step.recording.names)
+        """It takes up to a second."""
+        if self._last is None or self._last.table is None:
+            return Report(missing=self._missing(), budget=self._given, measured_peak=self._unplanned)
+        step, table, link = self._last, self._last.table, self._repertoire.link
+        plan, profile, kept = table.plan, self._now(step, table), self._states.kept
+        measured, event = self._measured or (None, None)
         returning = sum(profile.nbytes[b] for b, k in plan.reload.items() if k < profile.dropped[b])
 
         def hidden(waits: float, out: float, back: float) -> float | None:
             copies = moved(profile, plan) / (out or link.out) + returning / (back or link.back)
             return min(1.0, max(0.0, 1 - waits / copies)) if copies > 0 else None
 
-        grown = self._standing[0] - self._first if self._standing and self._first is not None else 0
+        compute = fsum(profile.seconds)
+        planned = compute + plan.waits
+        took = None if event is None else compute + event.stalls
+        fastest = replace(link, out=max(link.out, event.out), back=max(link.back, event.back)) if event else link
+        bound = least_seconds(profile.moments, self._repertoire.budget - kept, fastest)
+        standing = step.recording.standing
+        grown = standing[0] - self._first if standing and self._first is not None else 0
         return Report(
-            step=None if step is None else step.number,
-            budget=budget,
-            planned_peak=plan.peak,
+            step=None if measured is None else measured.number,
+            budget=self._given,
+            planned_peak=max(plan.peak, self._states.step_peak) + kept,
             measured_peak=self._peak,
-            compute=sum(profile.seconds),
-            planned=plan.seconds,
-            measured=sum(event.seconds) + event.stalls if event is not None and whole else None,
-            least=plan.bound,
+            compute=compute,
+            planned=planned,
+            measured=took,
+            least=min(bound, planned, planned if took is None else took),
             moved=moved(profile, plan),
             planned_hidden=hidden(plan.waits, 0, 0),
-            measured_hidden=hidden(event.stalls, event.out, event.back) if event is not None and whole else None,
+            measured_hidden=None if event is None else hidden(event.stalls, event.out, event.back),
+            states_kept=kept,
             stalls=Stalls(profile, plan, table.names, table.blocks, link).by_layer(
-                event.waits if event else (), step.recording.names if step else ()
+                event.waits if event else (), measured.recording.names if measured else ()
             ),
-            advice=Adviser(self._now(table), table.names, table.blocks, budget, link, grown, table.disk).advice(),
+            advice=Adviser(
+                profile,
+                table.names,
+                table.blocks,
+                self._repertoire.budget,
+                link,
+                grown=grown,
+                disk=table.disk,
+                states=self._states,
+            ).advice(),
         )
 
-    def _planned(self) -> Table:
-        if self._table is None:
-            raise RuntimeError(
-                "there is no plan to report on yet: the first step is recorded, and the next one like it goes by "
-                "a plan"
-            )
-        return self._table
+    def _missing(self) -> str:
+        if self._repertoire:
+            return "the last steps are not like one that was recorded, or optimizer states have just been moved"
+        if self._recorded is None and self._unplanned is not None:
+            return "no step could be recorded that a plan can be made from: each is kept to the budget as it comes"
+        return "the first step is recorded, and the next one like it goes by a plan"
+
+
+def _alike(one: StepUnderWay, other: StepUnderWay) -> bool:
+    return one.known is other.known and one.variant.ratio == other.variant.ratio
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
+
+
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)

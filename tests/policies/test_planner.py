@@ -18,7 +18,7 @@ from tiered_mem.policies.planning import BudgetTooSmall, Cause, Link, Plan, Prof
 from tiered_mem.policies.planning.bound import floor
 from tiered_mem.policies.planning.disk import plan_disk
 from tiered_mem.policies.planning.repertoire import least_memory
-from tiered_mem.policies.planning.share import states_to_keep
+from tiered_mem.policies.planning.share import StatesShare, states_to_keep
 
 OPTIMA = json.loads((Path(__file__).parent / "simulated" / "optima.json").read_text())
 SHARES = (0.0, 0.1, 0.35, 0.7)
@@ -295,12 +295,24 @@ def test_links_that_cannot_be_are_refused(rates: tuple[float, float, float, floa
 def test_states_stay_as_far_as_activations_do_not_miss_their_room() -> None:
     known = profile(KINDS["nested"](3))
     full = max(known.moments.full)
-    assert states_to_keep(known, full + 800 * MIB, LINK, 800 * MIB) == 800 * MIB
+
+    def keep(budget: int, total: int) -> int:
+        return states_to_keep(known, budget, LINK, StatesShare(total))[0]
+
+    assert keep(full + 800 * MIB, 800 * MIB) == 800 * MIB
     least, *_ = floor(known.moments)
-    assert states_to_keep(known, least, LINK, 800 * MIB) == 0
+    assert keep(least, 800 * MIB) == 0
     total = full - least
-    kept = [states_to_keep(known, budget, LINK, total) for budget in range(least, full, (full - least) // 12)]
+    kept = [keep(budget, total) for budget in range(least, full, (full - least) // 12)]
     assert kept[0] == 0 < kept[-1]
     for budget, each in zip(range(least, full, (full - least) // 12), kept, strict=True):
         best = plan(known, budget, LINK, attempts=3).seconds + total / LINK.out
         assert plan(known, budget - each, LINK, attempts=3).seconds + (total - each) / LINK.out <= best
+
+
+def test_states_leave_the_optimizers_step_its_room() -> None:
+    known = profile(KINDS["nested"](3))
+    full = max(known.moments.full)
+    states = StatesShare(800 * MIB, step_peak=full + 300 * MIB, rounding=2 * MIB)
+    kept, _ = states_to_keep(known, full + 800 * MIB, LINK, states)
+    assert kept == 498 * MIB

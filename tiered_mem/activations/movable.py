@@ -127,7 +127,7 @@ class Movable:
         return "marked" if stays(tensor.untyped_storage()) else "small"
 
 
-_WORDS: dict[Reason, str] = {
+WORDS: dict[Reason, str] = {
     "small": "in tensors below min_bytes",
     "outside": "saved outside the layers of the context: name more of them",
     "other_device": "on another device than the manager's: move the model there, or make the manager for its own",
@@ -196,7 +196,7 @@ class Stayed:
             return
         self._said = True
         why = [
-            f"{format_bytes(nbytes)} {_WORDS[reason]}"
+            f"{format_bytes(nbytes)} {WORDS[reason]}"
             for reason, nbytes in sorted(stayed.items(), key=lambda item: item[1], reverse=True)
             if nbytes > 0
         ]

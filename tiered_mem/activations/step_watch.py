@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
+
 from ..device import Device
+from ..device_peak import DevicePeak
+from ..interrupts import uninterrupted
 from ..policies.base import (
     Event,
     ExactMemory,
@@ -17,10 +21,14 @@ from ..policies.base import (
     StepBegin,
     StepEnd,
     StepMeasured,
+    Used,
 )
+from ..stats import Counters, Reason
 from ..trace.step_meter import StepMeter
 from ..transfer import TransferEngine
-from .block import SavedBlocks, held_by_others
+from ..turn import Turn
+from .block import Block, SavedBlocks, held_by_others
+from .movable import WORDS
 
 # A program that lets no graph go has a step that never ends, and whoever records it would record for ever.
 _MOST_EVENTS = 200_000
@@ -31,18 +39,31 @@ class StepWatch:
 
     A step begins with a forward that finds no block alive and no other forward under way, and ends where the next
     one begins: so its optimizer, and all else in between, are part of it.
+
+    turn: is taken when a backward ends. counters: of what stays on the device.
     """
 
-    def __init__(self, device: Device, engine: TransferEngine, blocks: SavedBlocks) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: Device,
+        peak: DevicePeak,
+        engine: TransferEngine,
+        blocks: SavedBlocks,
+        turn: Turn[Block],
+        counters: Counters,
+    ) -> None:
+        self._peak = peak
+        self._counters = counters
+        self._stayed: dict[Reason, int] = {}  # when the step began
         self._blocks = blocks
+        self._turn = turn
         self._meter = StepMeter(device, engine)
         self._number: int | None = None
         self._begun = 0
         self._events = 0
         self._forwards: set[int] = set()
-        self._highest = 0
         self._exact = False  # whether torch's peak has begun anew after the last answer
+        self._backward = -1  # the last of torch's backwards whose end will be seen
         self._held: dict[int, None] = {}  # the blocks of a step with exact memory that others may have
 
     def before(self, event: Event) -> Iterator[Event]:
@@ -56,7 +77,7 @@ class StepWatch:
             if not self._forwards and (not self._blocks.by_key or self._events > _MOST_EVENTS):
                 if self._number is not None:
                     wait = self._exact
-                    yield StepEnd(self._number)
+                    yield StepEnd(self._number, self._stayed_since())
                     while (measured := self._meter.measured(wait=wait)) is not None:
                         yield measured
                 yield StepBegin(self._begun)
@@ -68,38 +89,55 @@ class StepWatch:
         """What is allocated on the device, and the most since the last event was answered, for who asks for it."""
         if Memory not in asks and ExactMemory not in asks:
             return None
-        allocated, peak, reserved = self._device.memory()
+        allocated, peak, reserved = self._peak.read()
         if self._exact:
             alive = filter(None, map(self._blocks.find, self._held))
             self._held = {block.key: None for block in held_by_others(alive)}
             return ExactMemory(allocated, peak, reserved, frozenset(self._held))
-        most = peak if peak > self._highest else allocated
-        self._highest = peak
-        return Memory(allocated, most, reserved)
+        return Memory(allocated, peak, reserved)
 
     def answered(self, asks: Collection[type[Any]]) -> None:
         """What the policy has answered to an event is done, and now it asks for these."""
-        exact = ExactMemory in asks
-        if exact:
-            self._device.reset_peak()
-        if exact or self._exact:
-            self._highest = 0
-        self._exact = exact
+        self._exact = ExactMemory in asks
+        if self._exact:
+            self._peak.begin_anew()
+        else:
+            self._peak.restore()
 
     def note(self, event: Event, asks: Collection[type[Any]]) -> None:
         """The event is told now, or would be, to a policy that asks for these."""
         match event:
             case StepBegin(number):
                 self._number, self._begun, self._events = number, number + 1, 0
+                self._stayed = {reason: moved.nbytes for reason, moved in self._counters.stayed.items()}
             case StepEnd():
                 self._number = None
                 self._meter.end()
             case StepMeasured() | HostPressure():
                 pass
             case _ if self._number is not None:
+                if self._exact and isinstance(event, Used):
+                    self._await_end()
                 self._events += 1
                 if self._exact and isinstance(event, Saved):
                     self._held.update(dict.fromkeys(key for key, _ in event.blocks))
                 if StepMeasured in asks:
                     self._meter.begin(self._number)
                 self._meter.position()
+
+    def _stayed_since(self) -> dict[str, int]:
+        """The bytes of saved tensors that no policy heard of in this step, by reason."""
+        now = {reason: moved.nbytes - self._stayed[reason] for reason, moved in self._counters.stayed.items()}
+        return {WORDS[reason]: n for reason, n in now.items() if n > 0 and reason not in ("no_room", "policy")}
+
+    def _await_end(self) -> None:
+        """What comes after the backward is the user's, and the user may ask torch for the peak."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._backward):
+            self._backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    @uninterrupted
+    def _backward_ends(self) -> None:
+        with self._turn:
+            self._peak.restore()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
 
 from ..device import Device
+from ..device_peak import DevicePeak
 from ..fixed_slots import Exclusive
 from ..host_tier import HostTier
 from ..policies import StatesShare
@@ -30,12 +33,16 @@ _BUCKET_BYTES = 256 << 20
 
 Residency = Literal["host", "disk", "auto", "device-until-offload"]
 
+# Whether there were states before the step, the bytes of its window, and the number of buckets that stay.
+_Way = tuple[bool, int, int]
+
 
 class RegisteredOptimizers:
     """Makes tiered optimizers of others, and knows them as long as they live.
 
     Nothing here but `count` is to be called by who has the manager's lock: `exclusive` takes it.
 
+    peak: measures their steps.
     share: how much of the device those whose residency is "auto" may have; None is nothing.
     """
 
@@ -46,9 +53,11 @@ class RegisteredOptimizers:
         host: HostTier,
         disk: DiskTier | None,
         exclusive: Exclusive,
+        peak: DevicePeak,
         share: StatesShare | None = None,
     ) -> None:
         self._device = device
+        self._peak = peak
         self._engine = engine
         self._host = host
         self._disk = disk
@@ -57,6 +66,8 @@ class RegisteredOptimizers:
         self._share = share
         self._sharing: weakref.WeakSet[States] = weakref.WeakSet()
         self._shared: tuple[int | None, int, int] | None = None
+        # Of each optimizer how its last measured step was made, and what it took beside all that is kept.
+        self._steps: weakref.WeakKeyDictionary[Buckets, tuple[_Way, int]] = weakref.WeakKeyDictionary()
         # An optimizer may die anywhere. Whoever calls next gives its memory back.
         self._forgotten: deque[States] = deque()
 
@@ -87,7 +98,14 @@ class RegisteredOptimizers:
         residences = Residences(self._host, disk, self._exclusive, bucket_bytes, host_share)
         stay = residency == "device-until-offload"
         buckets = Buckets(
-            optimizer, self._device, self._engine, self._exclusive, residences, stay=stay, separable=separable
+            optimizer,
+            self._device,
+            self._engine,
+            self._exclusive,
+            residences,
+            stay=stay,
+            separable=separable,
+            around=contextlib.nullcontext if self._share is None or residency != "auto" else self._measured,
         )
         states = States(optimizer, buckets)
         tiered = TieredOptimizer(optimizer, states, owner, StepCheck(optimizer, self._device))
@@ -128,6 +146,27 @@ class RegisteredOptimizers:
         if share is not None and share.total and share.target != share.kept:
             share.kept = sum(states.buckets.kept for states in list(self._sharing))
 
+    @contextlib.contextmanager
+    def _measured(self, buckets: Buckets) -> Iterator[None]:
+        """Measures what a step takes of the device, where it is made otherwise than the one before.
+
+        In the first step there are no states that come through the window, but it is allotted to them already. What
+        it takes indeed shows in the second, and may leave room for more to stay.
+        """
+        begun = any(bucket.states for bucket in buckets.all)
+        way = begun, buckets.window_bytes, sum(bucket.stays for bucket in buckets.all)
+        before, _ = self._steps.get(buckets, (None, 0))
+        if self._share is None or before == way:
+            yield
+            return
+        with self._peak.measured() as most:
+            yield
+        kept = sum(states.buckets.kept for states in list(self._sharing))
+        self._steps[buckets] = way, most() - kept + (0 if begun else buckets.window_bytes)
+        self._share.step_peak = max(peak for _, peak in self._steps.values())
+        if begun and before is not None and not before[0]:
+            self._share.target = None
+
     def _share_device(self, share: StatesShare) -> None:
         """Has as much stay as is planned, after each change of the plan or the states."""
         sharing = list(self._sharing)
@@ -138,6 +177,7 @@ class RegisteredOptimizers:
         if total > share.total:
             share.target = None
         share.total = total
+        share.rounding = sum(_rounding(bucket.nbytes) for states in sharing for bucket in states.buckets.all)
         left, done = share.planned, True
         for states in sharing:
             done &= states.keep(left)
@@ -156,6 +196,11 @@ class RegisteredOptimizers:
         for optimizer in list(self._all):
             optimizer.states.close()
         self.free()  # after the others, of which one may have died meanwhile
+
+
+def _rounding(nbytes: int) -> int:
+    """By how much torch's pool may give more than it is asked for, in its pieces for small and for large tensors."""
+    return 1 << 20 if nbytes > 1 << 20 else 1 << 9
 
 
 def _tell(optimizer: TieredOptimizer, residency: Residency) -> None:

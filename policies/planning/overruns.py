@@ -1,0 +1,73 @@
+"""Says that steps took more than the budget: once for each cause, with what would help."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...sizes import format_bytes
+
+_log = logging.getLogger("tiered_mem.policies")
+
+
+class Cause(Enum):
+    """When a step took the most, and why no plan has kept it from that."""
+
+    AFTER = "after its backward, as a rule in the optimizer's step or an evaluation"
+    NOTHING = "nothing that it saved for backward could move"
+    TWICE = "backward came to the same graph more than once, for which there are no plans"
+    UNFINISHED = "backward did not use most of what was saved, and no plan can be made from that"
+    NEW = "no step like it was known"
+    PLANNED = "it took more than the step that its plan was made for"
+
+
+# Beside a larger budget, which always helps.
+_HELPS: dict[Cause, str] = {
+    Cause.AFTER: "register_optimizer() or smaller bucket_bytes; evaluations in smaller batches, and with no_grad()",
+    Cause.NOTHING: "checkpoints, or smaller batches",
+    Cause.TWICE: "one backward of the sum of the losses, and no create_graph; checkpoints, or smaller batches",
+    Cause.UNFINISHED: "forwards without a backward under no_grad(); smaller batches",
+    Cause.NEW: "nothing, if steps like it follow: they go by a plan",
+    Cause.PLANNED: "nothing, if it is the last time: plans leave as much more free now",
+}
+
+
+@dataclass(frozen=True)
+class Overrun:
+    """A step that took more than the budget. In bytes.
+
+    step: its number. peak: the most that was allocated. budget: what should have been. blocks: of the peak, those
+    in blocks, which can move, but for some that are in use. stayed: what else its layers saved, by the reason for
+    which it cannot, in words.
+    """
+
+    step: int
+    peak: int
+    budget: int
+    cause: Cause
+    blocks: int
+    stayed: Mapping[str, int]
+
+    def __str__(self) -> str:
+        largest = sorted(self.stayed.items(), key=lambda each: each[1], reverse=True)
+        told = "".join(f"; its layers saved {format_bytes(nbytes)} {why}" for why, nbytes in largest[:2])
+        return (
+            f"step {self.step} took {format_bytes(self.peak)} of the device, {format_bytes(self.peak - self.budget)} "
+            f"more than the budget of {format_bytes(self.budget)}: {self.cause.value}. {format_bytes(self.blocks)} "
+            f"of it were in blocks that can move, and {format_bytes(self.peak - self.blocks)} were not{told}. What "
+            f"helps: a budget of {format_bytes(self.peak)}; {_HELPS[self.cause]}"
+        )
+
+
+@dataclass
+class Overruns:
+    """Those of one policy. Each cause is said once."""
+
+    _said: set[Cause] = field(default_factory=set)
+
+    def see(self, overrun: Overrun) -> None:
+        if overrun.cause not in self._said:
+            self._said.add(overrun.cause)
+            _log.warning("%s. It is said once for this cause", overrun)

@@ -1,0 +1,111 @@
+"""The peak that torch tells of device memory: read between events, and true for whoever else reads it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .device import Device
+
+# torch_npu asks for so many bytes more than a tensor has, and both pools give whole pieces of 512.
+_PADDING = 32
+_GRAIN = 512
+# What torch's pool for small tensors gives at most. The other one splits a piece if more than this is left of it.
+_SMALL = 1 << 20
+
+
+class DevicePeak:
+    """Reads the most that was allocated since it was last read.
+
+    torch has one peak, which only rises until somebody begins it anew. So a peak below an earlier one is not seen,
+    but from `begin_anew` on, where it is torch's own that begins anew with each reading. `restore` gives it back the
+    height that it would have.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._told = 0  # torch's peak as it was last read
+        self._before = 0  # the most since then, where `restore` has hidden it
+        self._true: int | None = None  # torch's peak, if it had not begun anew here; None while it has not
+
+    @property
+    def exact(self) -> bool:
+        """Whether all that came and went since the last reading is seen."""
+        return self._true is not None
+
+    def read(self) -> tuple[int, int, int]:
+        """The bytes that are allocated, the most since the last reading, and `Device.memory()`'s third."""
+        allocated, peak, reserved = self._device.memory()
+        # One that is lower than it was began anew meanwhile, by the user.
+        seen = peak if self.exact or peak != self._told else allocated
+        most = max(seen, self._before)
+        self._told, self._before = peak, 0
+        if self._true is not None:
+            self._true = max(self._true, peak)
+        return allocated, most, reserved
+
+    def begin_anew(self) -> None:
+        """What is allocated now is the peak, until it rises or `restore` is called."""
+        _, peak, _ = self._device.memory()
+        self._true = max(self._true or 0, peak)
+        self._device.reset_peak()
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[Callable[[], int]]:
+        """Calls of what it gives tell the most that was allocated inside. Others see no difference."""
+        if self.exact:
+            self._before = max(self._before, self._device.memory()[1])
+        self.begin_anew()
+        most = 0
+
+        def told() -> int:
+            return most
+
+        try:
+            yield told
+        finally:
+            _, most, _ = self._device.memory()
+            self.restore()
+
+    def restore(self) -> None:
+        """Has torch tell of the peak that it would have if it had not begun anew."""
+        if self._true is None:
+            return
+        allocated, peak, _ = self._device.memory()
+        self._before = max(self._before, peak)
+        true, self._true = max(self._true, peak), None
+        if true > peak:
+            _fill(self._device, true - allocated)
+        self._told = self._device.memory()[1]
+
+
+def _fill(device: Device, nbytes: int) -> None:
+    """Allocates so many bytes for a moment, to within 1 MiB, of what torch's pool has free: it does not grow."""
+    large, small = device.free_pieces()
+    held = []
+
+    def take(most: int) -> int:
+        piece = most // _GRAIN * _GRAIN
+        if piece:
+            held.append(device.empty(piece - _PADDING, torch.uint8))
+        return piece
+
+    try:
+        larger = []
+        for piece in sorted(large, reverse=True):
+            if _SMALL < piece <= nbytes:
+                nbytes -= take(piece)
+            elif piece > nbytes:
+                larger.append(piece)
+        # The rest comes out of the smallest that is large enough, which is taken whole if little would be left.
+        part = min(nbytes, larger[-1] - _SMALL - _GRAIN) if larger else 0
+        if part > _SMALL:
+            nbytes -= take(part)
+        for piece in small:
+            while taken := take(min(piece, nbytes, _SMALL)):
+                nbytes -= taken
+                piece -= taken
+    except torch.OutOfMemoryError:
+        return  # another thread has taken a piece: the peak stays a little lower
