@@ -20,8 +20,8 @@ class DevicePeak:
     """Reads the most that was allocated since it was last read.
 
     torch has one peak, which only rises until somebody begins it anew. So a peak below an earlier one is not seen,
-    but from `begin_anew` on, where it is torch's own that begins anew with each reading. `restore` gives it back the
-    height that it would have.
+    but from `begin_anew` on, where it is torch's own that begins anew with each reading. `restore` gives it back
+    the height that it would have.
     """
 
     def __init__(self, device: Device) -> None:

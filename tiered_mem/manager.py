@@ -317,8 +317,8 @@ class TieringManager:
     def report(self) -> Report:
         """With policy="auto": what the plan promises, what came of it, and what would help. print() shows it.
 
-        With other policies, and before the first step with a plan, it says what has moved and what is missing. Takes
-        up to a second.
+        With other policies, and before the first step with a plan, it says what has moved and what is missing.
+        Takes up to a second.
         """
         return plan_report(self._policy, self._counters)
 

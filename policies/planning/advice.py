@@ -34,9 +34,9 @@ _Found = tuple[float, str]
 class Adviser:
     """Advises on one step within a budget.
 
-    names, blocks: of the step's positions and blocks. budget: for all, with optimizer states. grown: bytes that have
-    come to stay on the device since the first step began. disk: the plan for the drive, if there is one. states: of
-    optimizers, which a plan has stay on the device or not.
+    names, blocks: of the step's positions and blocks. budget: for all, with optimizer states. grown: bytes that
+    have come to stay on the device since the first step began. disk: the plan for the drive, if there is one.
+    states: of optimizers, which a plan has stay on the device or not.
     """
 
     profile: Profile

@@ -53,11 +53,11 @@ class Overrun:
     def __str__(self) -> str:
         largest = sorted(self.stayed.items(), key=lambda each: each[1], reverse=True)
         told = "".join(f"; its layers saved {format_bytes(nbytes)} {why}" for why, nbytes in largest[:2])
+        peak, over, rest = map(format_bytes, (self.peak, self.peak - self.budget, self.peak - self.blocks))
         return (
-            f"step {self.step} took {format_bytes(self.peak)} of the device, {format_bytes(self.peak - self.budget)} "
-            f"more than the budget of {format_bytes(self.budget)}: {self.cause.value}. {format_bytes(self.blocks)} "
-            f"of it were in blocks that can move, and {format_bytes(self.peak - self.blocks)} were not{told}. What "
-            f"helps: a budget of {format_bytes(self.peak)}; {_HELPS[self.cause]}"
+            f"step {self.step} took {peak} of the device, {over} more than the budget of "
+            f"{format_bytes(self.budget)}: {self.cause.value}. {format_bytes(self.blocks)} of it were in blocks, "
+            f"which can move, and {rest} were not{told}. What helps: a budget of {peak}; {_HELPS[self.cause]}"
         )
 
 

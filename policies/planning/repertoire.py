@@ -174,8 +174,7 @@ class Repertoire:
                 if variant.ratio < self._told:
                     self._told = variant.ratio
                     _log.warning(
-                        "a step of %.2f times the recorded size, and any larger one, may take more than the budget: "
-                        "%s",
+                        "a step of %.2f times the recorded size, or of more, may take more than the budget: %s",
                         *(variant.ratio, explained(error, profile, known.names)),
                     )
                 self._states.target = 0

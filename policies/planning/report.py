@@ -163,7 +163,7 @@ class Account:
         return *self._recorded, self._repertoire.link
 
     def _now(self, step: StepUnderWay, table: Table) -> Profile:
-        """The step as it is by now: with what is allocated on the device, and the times of the last one measured."""
+        """The step as it is by now: with what is allocated on the device, and the times of the last measured."""
         profile = table.profile
         if len(step.recording.standing) == len(profile.standing):
             profile = profile.standing_at(step.recording.standing)

@@ -53,7 +53,7 @@ class Buckets:
         *,
         stay: bool,
         separable: bool | None,
-        around: Callable[[Buckets], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        around: Callable[[Buckets], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._optimizer = optimizer
         self._around = around

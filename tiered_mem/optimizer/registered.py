@@ -199,7 +199,7 @@ class RegisteredOptimizers:
 
 
 def _rounding(nbytes: int) -> int:
-    """By how much torch's pool may give more than it is asked for, in its pieces for small and for large tensors."""
+    """The most that torch's pool gives beyond what it is asked for: of small pieces, and of large ones."""
     return 1 << 20 if nbytes > 1 << 20 else 1 << 9
 
 
