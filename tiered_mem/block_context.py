@@ -30,7 +30,7 @@ class async_save_on_cpu:
     prefetch: True. When a block comes back is the policy's to say, and False gives a warning.
     group: the blocks of each group are counted apart, where a model has several loops.
     reserve_pin_memory: need not be given. Host memory is kept in a pool and used again in any case.
-    min_bytes: smaller tensors stay on the device.
+    min_bytes: as for TieringManager.offload_context().
     manager: None is the default manager.
 
     It does nothing where gradients are off. Raises ValueError for a block_idx that is not below depth, and what
@@ -48,7 +48,7 @@ class async_save_on_cpu:
         *,
         group: object = None,
         reserve_pin_memory: bool = True,
-        min_bytes: int | str = 1 << 20,
+        min_bytes: int | str | None = None,
         manager: TieringManager | None = None,
     ) -> None:
         if not 0 <= block_idx < depth:

@@ -165,26 +165,27 @@ class TieringManager:
             undo.pop_all()
 
     def offload_context(
-        self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str = 1 << 20
+        self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str | None = None
     ) -> OffloadContext:
         """A context for the forward: `with manager.offload_context(model.layers): loss = model(batch)`.
 
         layers: the modules whose activations the policy may move. What other modules save stays on the device,
             except for a layer's inputs. Of a whole model its repeated blocks are taken, and what is saved before
             one of them begins is moved with it; a line of the log says which blocks.
-        min_bytes: smaller tensors stay on the device.
+        min_bytes: smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself where
+            smaller ones fill the device.
 
         Raises ValueError where the policy does not suit that many layers, a model's layers cannot be found, or the
         disk tier is too small for any block.
         """
         return self.contexts.of_layers(layers, min_bytes=min_bytes)
 
-    def attach(self, model: torch.nn.Module, *, min_bytes: int | str = 1 << 20) -> Attachment:
+    def attach(self, model: torch.nn.Module, *, min_bytes: int | str | None = None) -> Attachment:
         """From now on each forward of the model that trains runs in an offload context of its own.
 
         That is each call of the model in training mode with gradients on, by any thread. Its repeated blocks are
         taken as by `offload_context(model)`. Attach the model before others wrap or compile it. After `close` its
-        forwards run as if it were not attached.
+        forwards run as if it were not attached. min_bytes is as for `offload_context`.
 
         Returns a handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
         Raises ValueError as `offload_context` does, and for a model that is attached already.
@@ -192,12 +193,13 @@ class TieringManager:
         return self.contexts.attach(model, min_bytes=min_bytes)
 
     def layer_context(
-        self, num_layers: int, *, min_bytes: int | str = 1 << 20, variable_depth: bool = True
+        self, num_layers: int, *, min_bytes: int | str | None = None, variable_depth: bool = True
     ) -> LayerContext:
         """A context to be entered for each layer, where the loop over the layers is the user's own.
 
         num_layers: how many layers one forward has. With several microbatches in flight: layers x microbatches.
-        min_bytes: smaller tensors stay on the device.
+        min_bytes: smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself where
+            smaller ones fill the device.
         variable_depth: a forward may have fewer layers. Say False for a pipeline, where the first layers may be
             through with their backward before the next ones begin.
 

@@ -20,6 +20,9 @@ from .model_layers import repeated_blocks
 from .movable import Movable, Stayed
 from .offload_context import OffloadContext
 
+# What is smaller stays, as a rule: each copy costs the host as much as one of many MiB.
+_LARGE = 1 << 20
+
 
 class Contexts:
     """Contexts for the activations of one manager. Arguments and errors are those of TieringManager."""
@@ -32,10 +35,10 @@ class Contexts:
         self._device = device
         self._disk = disk
         self._counters = counters
-        self._of_blocks: dict[tuple[object, int, int | str], LayerContext] = {}
+        self._of_blocks: dict[tuple[object, int, int | str | None], LayerContext] = {}
 
     def of_layers(
-        self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str
+        self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str | None
     ) -> OffloadContext:
         """For layers that the user names, or for a model's own."""
         if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
@@ -45,7 +48,7 @@ class Contexts:
         movable = self.movable(modules, min_bytes=min_bytes)
         return OffloadContext(self._activations, modules, movable, whole=False)
 
-    def attach(self, model: torch.nn.Module, *, min_bytes: int | str) -> Attachment:
+    def attach(self, model: torch.nn.Module, *, min_bytes: int | str | None) -> Attachment:
         """For each forward of a model."""
         instance("model", model, torch.nn.Module)
         if is_attached(model):
@@ -53,7 +56,7 @@ class Contexts:
         layers = repeated_blocks(model)
         return Attachment(model, partial(self._of_model, layers=layers, min_bytes=min_bytes))
 
-    def of_loop(self, num_layers: int, *, min_bytes: int | str, variable_depth: bool) -> LayerContext:
+    def of_loop(self, num_layers: int, *, min_bytes: int | str | None, variable_depth: bool) -> LayerContext:
         """For a loop of the user's own."""
         whole_number("num_layers", num_layers, at_least=1)
         yes_or_no("variable_depth", variable_depth)
@@ -61,7 +64,7 @@ class Contexts:
         movable = self.movable(min_bytes=min_bytes)
         return LayerContext(LayerSequence(self._activations, movable, num_layers, variable_depth=variable_depth))
 
-    def of_blocks(self, group: object, depth: int, *, min_bytes: int | str) -> LayerContext:
+    def of_blocks(self, group: object, depth: int, *, min_bytes: int | str | None) -> LayerContext:
         """For a loop over blocks that say their numbers: the same one each time."""
         loop = group, depth, min_bytes
         if loop not in self._of_blocks:
@@ -73,23 +76,35 @@ class Contexts:
         layers: Sequence[torch.nn.Module] = (),
         *,
         others: Sequence[torch.nn.Module] = (),
-        min_bytes: int | str = 1,
+        min_bytes: int | str | None = 1,
         min_elements: int = 1,
     ) -> Movable:
-        """What judges saved tensors for one context. Raises ValueError where no block would fit the disk tier."""
+        """What judges saved tensors for one context. Raises ValueError where no block would fit the disk tier.
+
+        min_bytes: None is 1 MiB, and less where that fills the device.
+        """
         weights = (weight for layer in layers for weight in layer.parameters())
         self._device.check_some_here("the parameters of the layers", weights)
-        nbytes = parse_bytes(min_bytes)
+        nbytes = _LARGE if min_bytes is None else parse_bytes(min_bytes)
         if self._disk is not None and self._disk.capacity < nbytes:
             raise ValueError(
                 f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
                 f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
             )
         stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy | PlannedPolicy))
-        return Movable(self._device, layers, stayed, others=others, min_bytes=nbytes, min_elements=min_elements)
+        missing = partial(getattr, self._policy, "missing", 0) if min_bytes is None else None
+        return Movable(
+            self._device,
+            layers,
+            stayed,
+            others=others,
+            min_bytes=nbytes,
+            min_elements=min_elements,
+            missing=missing,
+        )
 
     def _of_model(
-        self, model: torch.nn.Module, *, layers: list[torch.nn.Module], min_bytes: int | str
+        self, model: torch.nn.Module, *, layers: list[torch.nn.Module], min_bytes: int | str | None
     ) -> OffloadContext:
         self._policy.check(len(layers))
         inside = {module for layer in layers for module in layer.modules()}

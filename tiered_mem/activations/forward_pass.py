@@ -41,6 +41,8 @@ class ForwardPass:
         self._weights = movable.weights()
         self._min_bytes = movable.min_bytes
         self._small = movable.stayed.of("small")
+        self._small_before = 0  # the layer that runs
+        self._expected = num_layers
         self._layer: int | None = None
         self._inputs: dict[int, int] = {}
         self._addresses: list[StorageWeakRef] = []  # which no other storage has as long as these live
@@ -90,6 +92,9 @@ class ForwardPass:
     def end_layer(self, layer: int) -> None:
         self._layer = None
         self._activations.notify(LayerEnd(self.graph, layer))
+        small, self._small_before = self._small.nbytes - self._small_before, self._small.nbytes
+        self._movable.adapt(small, self._expected)
+        self._min_bytes = self._movable.min_bytes
 
     @uninterrupted
     def begin_backward(self, layer: int) -> None:

@@ -21,6 +21,12 @@ _log = logging.getLogger("tiered_mem.activations")
 STAYS = "_tiered_mem_stays"
 _WHOLE = "_tiered_mem_whole"
 
+# min_bytes falls by this factor, where all that is smaller may be so large a part of what is missing; at most to the
+# size of which host memory is made.
+_STEP = 4
+_WORTH = 4
+_LEAST_BYTES = 4 << 10
+
 
 class Movable:
     """Judges saved tensors for the layers of one model.
@@ -31,6 +37,8 @@ class Movable:
     others: modules whose weights and buffers, but not those of the modules inside them, stay too.
     min_bytes, min_elements: what is smaller than either stays.
     stayed: counts what does.
+    missing: gives the bytes that the device lacks now, though all has left that could. min_bytes falls then, where
+        that may help. None: it is what it is.
     """
 
     def __init__(
@@ -42,8 +50,10 @@ class Movable:
         others: Sequence[torch.nn.Module] = (),
         min_bytes: int = 1,
         min_elements: int = 1,
+        missing: Callable[[], int] | None = None,
     ) -> None:
         self.stayed = stayed
+        self._missing = missing
         self._torch_device = device.torch_device
         # Not the modules themselves: a model whose forward keeps this would be kept by it.
         self._places = [[_places_of(module) for module in layer.modules()] for layer in layers]
@@ -52,6 +62,18 @@ class Movable:
         self._min_elements = min_elements
         self._known: tuple[object, ...] | None = None
         self._weights: frozenset[int] = frozenset()
+
+    def adapt(self, small: int, layers: int) -> None:
+        """A layer has ended, of about so many in a forward. small: the bytes that it has saved below min_bytes."""
+        if self._missing is None or self.min_bytes <= _LEAST_BYTES or not small:
+            return
+        missing = self._missing()
+        if missing and _WORTH * small * layers >= missing:
+            self.min_bytes = max(_LEAST_BYTES, self.min_bytes // _STEP)
+            _log.info(
+                "min_bytes is %s from now on: the device lacks %s, and a layer has saved %s in smaller tensors",
+                *map(format_bytes, (self.min_bytes, missing, small)),
+            )
 
     def weights(self) -> frozenset[int]:
         """The storages of the layers' weights and buffers."""

@@ -26,7 +26,7 @@ class TieringCallback(Callback):
     optimizers are as they were.
 
     optimizer: where the optimizers' states rest between steps, as in `register_optimizer`; None leaves them alone.
-    min_bytes: smaller tensors stay on the device.
+    min_bytes: as for TieringManager.offload_context().
     arguments: those of TieringManager; the device is the module's by default.
 
     Raises TypeError for an argument that TieringManager does not take. A fit raises ValueError when it begins with
@@ -34,7 +34,7 @@ class TieringCallback(Callback):
     """
 
     def __init__(
-        self, *, optimizer: Residency | None = None, min_bytes: int | str = 1 << 20, **arguments: Any
+        self, *, optimizer: Residency | None = None, min_bytes: int | str | None = None, **arguments: Any
     ) -> None:
         inspect.signature(TieringManager).bind_partial(**arguments)
         self._residency = optimizer

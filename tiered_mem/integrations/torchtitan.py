@@ -25,7 +25,7 @@ class TieredOptimizers(OptimizersContainer):
     class Config(OptimizersContainer.Config):
         residency: Residency = "host"
         attach: bool = False
-        min_bytes: int | str = 1 << 20
+        min_bytes: int | str | None = None
 
     optimizers: list[Any]
 
@@ -52,7 +52,7 @@ class Attaching(ActivationCheckpointing):
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
         checkpointing: ActivationCheckpointing.Config
-        min_bytes: int | str = 1 << 20
+        min_bytes: int | str | None = None
 
     config: Config
 
@@ -71,6 +71,6 @@ def optimizer(config: OptimizersContainer.Config, **arguments: Any) -> TieredOpt
 
 @override(target=ActivationCheckpointing.Config, description="what checkpointing leaves saved is offloaded")
 def activations(config: ActivationCheckpointing.Config, **arguments: Any) -> Attaching.Config:
-    """min_bytes: smaller tensors stay on the device."""
+    """min_bytes: as for TieringManager.offload_context()."""
     replacing: Attaching.Config = derive(config, Attaching.Config, checkpointing=config, **arguments)
     return replacing

@@ -29,7 +29,7 @@ class TieringCallback(TrainerCallback):
     after an error, the model and the optimizer are as they were. What is logged has three numbers more.
 
     optimizer: where the optimizer's states rest between steps, as in `register_optimizer`; None leaves them alone.
-    min_bytes: smaller tensors stay on the device.
+    min_bytes: as for TieringManager.offload_context().
     arguments: those of TieringManager; the device is the trainer's by default.
 
     Raises TypeError for an argument that TieringManager does not take. Training raises ValueError when it begins
@@ -37,7 +37,7 @@ class TieringCallback(TrainerCallback):
     """
 
     def __init__(
-        self, *, optimizer: Residency | None = None, min_bytes: int | str = 1 << 20, **arguments: Any
+        self, *, optimizer: Residency | None = None, min_bytes: int | str | None = None, **arguments: Any
     ) -> None:
         inspect.signature(TieringManager).bind_partial(**arguments)
         self._residency = optimizer

@@ -19,12 +19,12 @@ VENDOR = "tiered_mem"
 class Tiering:
     """What the engines do beside verl's: the model is attached to the default manager when it is made.
 
-    min_bytes: smaller tensors stay on the device.
+    min_bytes: as for TieringManager.offload_context().
 
     Raises ValueError with another offloader on.
     """
 
-    min_bytes: int | str = 1 << 20
+    min_bytes: int | str | None = None
     module: Any
     optimizer: Any
     model_config: Any
