@@ -153,11 +153,31 @@ class ForwardPass:
         layer = saved.layer
         if layer is not None and layer != self._backward_of:
             self.begin_backward(layer)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            self._follow_next_graph()
         if type(saved) is SavedTensor:
             return self._activations.load(saved.block, saved.view)
         if type(saved) is KeptTensor and saved.tensor._version == saved.version:
             return saved.tensor
         return saved.load()
+
+    def _follow_next_graph(self) -> None:
+        """With create_graph=True a backward saves tensors for another one, which are the policy's to move as well.
+
+        Autograd's engine gives each node of a backward the hooks that were there when the backward began. So what is
+        added here ends with the node that asks for a saved tensor, and is for what that node saves.
+        """
+        mine = getattr(saving_hook(), "__self__", None) is self
+        if not mine and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            self._weights = self._movable.weights()
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack_in_backward, self.unpack)
+
+    def _pack_in_backward(self, tensor: torch.Tensor) -> Saved:
+        layer, self._layer = self._layer, self._backward_of
+        try:
+            return self.pack(tensor)
+        finally:
+            self._layer = layer
 
     def _pack_stray(self, tensor: torch.Tensor) -> StrayTensor:
         self._movable.stayed.add("outside", tensor.nbytes)
