@@ -172,8 +172,8 @@ class TieringManager:
         layers: the modules whose activations the policy may move. What other modules save stays on the device,
             except for a layer's inputs. Of a whole model its repeated blocks are taken, and what is saved before
             one of them begins is moved with it; a line of the log says which blocks.
-        min_bytes: smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself where
-            smaller ones fill the device.
+        min_bytes: smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself
+            where smaller ones fill the device.
 
         Raises ValueError where the policy does not suit that many layers, a model's layers cannot be found, or the
         disk tier is too small for any block.
@@ -198,8 +198,8 @@ class TieringManager:
         """A context to be entered for each layer, where the loop over the layers is the user's own.
 
         num_layers: how many layers one forward has. With several microbatches in flight: layers x microbatches.
-        min_bytes: smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself where
-            smaller ones fill the device.
+        min_bytes: smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself
+            where smaller ones fill the device.
         variable_depth: a forward may have fewer layers. Say False for a pipeline, where the first layers may be
             through with their backward before the next ones begin.
 

@@ -164,8 +164,8 @@ class ForwardPass:
     def _follow_next_graph(self) -> None:
         """With create_graph=True a backward saves tensors for another one, which are the policy's to move as well.
 
-        Autograd's engine gives each node of a backward the hooks that were there when the backward began. So what is
-        added here ends with the node that asks for a saved tensor, and is for what that node saves.
+        Autograd's engine gives each node of a backward the hooks that were there when the backward began. So what
+        is added here ends with the node that asks for a saved tensor, and is for what that node saves.
         """
         mine = getattr(saving_hook(), "__self__", None) is self
         if not mine and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
