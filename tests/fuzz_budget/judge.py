@@ -1,0 +1,168 @@
+"""Whether a budget was kept, or told of, and whether a report is true."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.fuzz_budget.training import Outcome
+from tests.fuzz_budget.watched import Step
+from tiered_mem.errors import TierFull
+from tiered_mem.policies.planning import BudgetTooSmall
+
+# torch's pool gives a tensor up to this much more than it asks for.
+ROUNDED = 1 << 20
+# The part by which a report may differ from what torch counts, and a time from what can be.
+_DIFFERS, _NOISE = 0.01, 0.02
+# The part of a budget that the library may leave free for what torch's pool gives on top.
+_MARGIN = 1 / 16
+# A report speaks of one of the last steps.
+_LAST = 8
+_OFTEN = 3
+_NUMBER = re.compile(r"\d[\d,.]*")
+_SIZE = re.compile(r"\d (bytes|B|KiB|MiB|GiB|TiB)\b")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """group: findings of one group are alike. text: what was found, with numbers."""
+
+    group: str
+    text: str
+
+
+def tells(message: str) -> bool:
+    """Whether a warning gives the size of something."""
+    return _SIZE.search(message) is not None
+
+
+def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[Step]:
+    """The steps above the budget for a cause that nobody was told of by the end of the next step.
+
+    A warning with sizes tells of the steps beside it. Those like them need no second one: steps of the same kind that
+    take the most in the same part, and for an optimizer's part steps of any kind.
+    ended: with an error that gives the numbers, which tells of the last two steps.
+    """
+    told: set[tuple[str, str]] = set()
+    found = []
+    for step in steps:
+        if step.peak <= budget or (step.requested <= budget and step.peak - budget < ROUNDED):
+            continue
+        cause = (step.where, "" if step.where == "optimizer" else step.kind)
+        near = steps[max(0, step.number - 1) : step.number + 2]
+        if any(tells(message) for each in near for message in each.said):
+            told.add(cause)
+        if cause not in told and not (ended and step.number >= len(steps) - 2):
+            found.append(step)
+    return found
+
+
+def judge(plain: Outcome, tiered: Outcome, budget: int, *, modelled: bool) -> list[Finding]:
+    """modelled: whether times are those of a modelled clock."""
+    return [
+        *_of_the_budget(plain, tiered, budget),
+        *_of_torch(tiered.steps),
+        *_of_what_was_said(tiered.steps),
+        *_of_the_error(plain, tiered, budget),
+        *_of_the_report(tiered, budget, modelled=modelled),
+        *_of_the_rest(plain, tiered),
+    ]
+
+
+def _of_the_budget(plain: Outcome, tiered: Outcome, budget: int) -> list[Finding]:
+    found: dict[str, list[str]] = {}
+    for step in silent(tiered.steps, budget, ended=tiered.error is not None and _has_numbers(tiered.error)):
+        other = plain.steps[step.number].peak
+        by = "where the plain run is not, " if other <= budget else ""
+        kind = "" if step.where == "optimizer" else f", {step.kind.partition(' ')[0]}"
+        text = f"step {step.number} took {_mib(step.peak)} of {_mib(budget)} (plain {_mib(other)})"
+        found.setdefault(f"above in silence, {by}{step.where}{kind}", []).append(text)
+    return [Finding(group, f"{texts[0]}, one of {len(texts)} steps") for group, texts in found.items()]
+
+
+def _of_torch(steps: Sequence[Step]) -> list[Finding]:
+    hidden = [step for step in steps if step.told < step.peak]
+    if not hidden:
+        return []
+    text = f"in step {hidden[0].number} torch told {_mib(hidden[0].told)} where it was {_mib(hidden[0].peak)}"
+    return [Finding("torch's peak is hidden", f"{text}, and so in {len(hidden)} steps")]
+
+
+def _of_what_was_said(steps: Sequence[Step]) -> list[Finding]:
+    said = Counter(_NUMBER.sub("N", message) for step in steps for message in step.said)
+    return [
+        Finding("said again and again", f"{count} times: {message}")
+        for message, count in said.items()
+        if count > _OFTEN
+    ]
+
+
+def _of_the_error(plain: Outcome, tiered: Outcome, budget: int) -> list[Finding]:
+    error = tiered.error
+    if error is None:
+        return []
+    text = f"{type(error).__name__} in step {len(tiered.steps) - 1}: {error}"
+    if not _has_numbers(error):
+        return [Finding(f"raises {type(error).__name__}", text)]
+    if plain.peak <= budget:
+        return [Finding(f"{type(error).__name__} though the plain run fits", text)]
+    if isinstance(error, BudgetTooSmall) and error.floor > plain.peak * (1 + _MARGIN):
+        return [Finding("a floor above what the plain run takes", f"plain {_mib(plain.peak)}; {text}")]
+    return []
+
+
+def _has_numbers(error: Exception) -> bool:
+    return isinstance(error, (BudgetTooSmall, torch.OutOfMemoryError, TierFull)) and tells(str(error))
+
+
+def _of_the_report(tiered: Outcome, budget: int, *, modelled: bool) -> list[Finding]:
+    if tiered.report is None:
+        error = tiered.unreported
+        return [Finding(f"report() raises {type(error).__name__}", f"report() raised {error}")]
+    report, found = tiered.report, []
+    if report.budget != budget:
+        found.append(Finding("report: budget", f"the report's budget is {_mib(report.budget)} of {_mib(budget)}"))
+    peak = report.measured_peak
+    if peak is not None and not agrees(peak, tiered.steps[-_LAST:]):
+        peaks = ", ".join(_mib(step.peak) for step in tiered.steps[-_LAST:])
+        found.append(Finding("report: measured peak", f"measured_peak is {_mib(peak)}, and steps took {peaks}"))
+    if modelled and report.measured is not None and report.measured < report.least * (1 - _NOISE):
+        text = f"measured {report.measured:.6f} s, and no plan is below {report.least:.6f} s"
+        found.append(Finding("report: measured below the least", text))
+    return found
+
+
+def agrees(peak: int, steps: Sequence[Step]) -> bool:
+    """Whether a report's peak is that of one of the steps.
+
+    A step of several forwards is several steps for the library. Of these each may have taken less than the whole.
+    """
+    if any(abs(peak - step.peak) <= _DIFFERS * step.peak for step in steps):
+        return True
+    several = [step.peak for step in steps if step.forwards != 1]
+    return bool(several) and peak <= max(several)
+
+
+def _of_the_rest(plain: Outcome, tiered: Outcome) -> list[Finding]:
+    found = []
+    if tiered.error is None and not _same(plain.numbers, tiered.numbers):
+        found.append(Finding("other numbers", "losses or weights are not those of the plain run"))
+    if tiered.left:
+        found.append(Finding("memory is left", f"{tiered.left} bytes are still allocated"))
+    return found
+
+
+def _same(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    return len(expected) == len(found) and all(
+        torch.equal(a.view(torch.uint8) if a.ndim else a, b.view(torch.uint8) if b.ndim else b)
+        for a, b in zip(expected, found, strict=True)
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.2f} MiB"
