@@ -21,6 +21,8 @@ class Policy(Protocol):
 
     One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
     While an attribute `plans_spills` is true, it is told of HostPressure only when nothing under way makes room.
+    An attribute `missing` has the bytes that the device lacks now, though all that could has left: where a context
+    chooses itself from which size on tensors are blocks, smaller ones become blocks then.
 
     What few need is told to those that ask: a policy may have an attribute `asks`, the types among `OnRequest` that
     it is to be told. It is read anew before each event. A policy that is told of what it does not know answers
@@ -153,7 +155,7 @@ class Memory:
 
     reserved: with what torch's pool cannot give back, because it lies between tensors; 0 where that is not known.
 
-    Told right before each other event but StepMeasured, HostPressure and Refused. Of that event's blocks, those
+    Told right before each other event but StepMeasured, MoreBlocks, HostPressure and Refused. Of that event's blocks, those
     that are saved are allocated already, and those that are dropped are freed. What came and went in between counts
     where torch's own peak has risen.
     """
@@ -179,6 +181,13 @@ class ExactMemory(Memory):
 
 
 @dataclass(frozen=True, slots=True)
+class MoreBlocks:
+    """From now on smaller tensors are blocks too, as a policy has bytes `missing`: later steps have more of them."""
+
+    graph: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepMeasured:
     """How long a step took on the device. Told some time after its end, between any two events.
 
@@ -186,7 +195,7 @@ class StepMeasured:
 
     seconds: for each position of the step, from the first at which the policy asked for it, the compute time to the
         next, without stalls. Positions are the events that the policy was told from StepBegin to StepEnd, these two
-        left out, and Memory, StepMeasured, HostPressure and Refused left out.
+        left out, and Memory, StepMeasured, MoreBlocks, HostPressure and Refused left out.
     stalls: the seconds in which compute waited for copies.
     out, back: bytes each second of copies from and to the device while they ran; 0 where there were none.
     waits: of `stalls`, the seconds at each position; empty where that is not known.
@@ -301,7 +310,8 @@ Event = (
     | Memory
     | ExactMemory
     | StepMeasured
+    | MoreBlocks
     | Refused
 )
 # Of these, what is told to a policy that asks for it.
-OnRequest = Used | StepBegin | StepEnd | Memory | ExactMemory | StepMeasured | Refused
+OnRequest = Used | StepBegin | StepEnd | Memory | ExactMemory | StepMeasured | MoreBlocks | Refused

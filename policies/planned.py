@@ -18,6 +18,7 @@ from .base import (
     LayerBegin,
     LayerEnd,
     Memory,
+    MoreBlocks,
     OnRequest,
     Refused,
     Saved,
@@ -56,7 +57,7 @@ _FIRST_VARYING = 16
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
-_PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, Refused})
+_PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, MoreBlocks, Refused})
 _TIMED = _PLAYED | {StepMeasured}
 _RECORDED = _TIMED - {Memory} | {ExactMemory}
 _WATCHED = _PLAYED - {Memory} | {ExactMemory}
@@ -168,6 +169,8 @@ class PlannedPolicy:
                 if ended is not None:
                     self.account.measured(ended, event)
                     self._learn(ended, seconds, stalls, out, back)
+            case MoreBlocks() if self._player.step is not None:
+                self._player.step.passing = True
             case Refused(action):
                 self._player.refused(action)
             case HostPressure(nbytes):
@@ -204,7 +207,7 @@ class PlannedPolicy:
             cause = self._cause(step)
             self._overruns.see(Overrun(step.number, step.peak, self._given, cause, self._most_blocks, stayed))
         if self.states.kept != self._kept:
-            step.states_moved = True
+            step.passing = True
             self._repertoire.states_moved()
             self.account.states_moved()
             self._untimed = _PATIENCE
@@ -266,6 +269,8 @@ class PlannedPolicy:
     def _cause(self, step: StepUnderWay) -> Cause:
         """Why a step took more than what was given."""
         recording = step.recording
+        if step.passing and not self._repertoire:
+            return Cause.SMALL
         if not recording.blocks:
             return Cause.NOTHING
         if not self._most_blocks and recording.uses:
@@ -282,7 +287,7 @@ class PlannedPolicy:
 
     def _learn(self, step: StepUnderWay, seconds: Sequence[float], stalls: float, out: float, back: float) -> None:
         missing = len(step.recording.names) - len(seconds)
-        if missing < 0 or (step.states_moved and self._repertoire):
+        if missing < 0 or step.passing:
             return
         repertoire, recording = self._repertoire, step.recording
         if step.known is None or step.deviates or (step.longer and step.exact):

@@ -16,6 +16,7 @@ class Cause(Enum):
     """When a step took the most, and why no plan has kept it from that."""
 
     AFTER = "after its backward, as a rule in the optimizer's step or an evaluation"
+    SMALL = "tensors below min_bytes filled it, which has fallen by itself: more moves from the next step on"
     NOTHING = "nothing that it saved for backward could move"
     TWICE = "backward came to the same graph more than once, for which there are no plans"
     UNFINISHED = "backward did not use most of what was saved, and no plan can be made from that"
@@ -26,6 +27,7 @@ class Cause(Enum):
 # Beside a larger budget, which always helps.
 _HELPS: dict[Cause, str] = {
     Cause.AFTER: "register_optimizer() or smaller bucket_bytes; evaluations in smaller batches, and with no_grad()",
+    Cause.SMALL: "nothing, if it is the last time; a smaller min_bytes from the beginning",
     Cause.NOTHING: "checkpoints, or smaller batches",
     Cause.TWICE: "one backward of the sum of the losses, and no create_graph; checkpoints, or smaller batches",
     Cause.UNFINISHED: "forwards without a backward under no_grad(); smaller batches",

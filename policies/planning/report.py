@@ -125,7 +125,7 @@ class Account:
         self._last: StepUnderWay | None = None  # that went by a plan
         self._peak = 0  # of it and all like it
         self._measured: tuple[StepUnderWay, StepMeasured] | None = None
-        self._unplanned: int | None = None  # the peak of the last step without a plan
+        self._unplanned: int | None = None  # the peak of the steps without a plan
         self._recorded: tuple[Profile, Sequence[Name]] | None = None
 
     def states_moved(self) -> None:
@@ -137,7 +137,7 @@ class Account:
         if self._first is None and standing:
             self._first = standing[0]
         if step.table is None:
-            self._unplanned = step.peak
+            self._unplanned = max(step.peak, self._unplanned or 0)
         elif not step.deviates:
             alike = self._last is not None and _alike(self._last, step)
             self._peak = max(step.peak, self._peak if alike else 0)

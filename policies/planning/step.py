@@ -37,8 +37,8 @@ class StepUnderWay:
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time, known when it has ended. allocated, reserved: the most
-    that was at an event, and with what lay between tensors. states_moved: optimizer states have come to stay, or
-    have left for good. rise: the most that came from one event to the next. exact: whether memory is told with all
+    that was at an event, and with what lay between tensors. passing: no later step is like it, as optimizer states
+    have come to stay or left for good, or smaller tensors are blocks from now on. rise: the most that came from one event to the next. exact: whether memory is told with all
     that comes and goes. varies: whether a block has another size than in the recorded step. held: the blocks whose
     release would free nothing now, if that is told.
     spare: the least room that there was at the last event for what was to be held. transcript: for a script; None
@@ -60,7 +60,7 @@ class StepUnderWay:
     rise: int = 0
     exact: bool = False
     varies: bool = False
-    states_moved: bool = False
+    passing: bool = False
     held: Collection[int] = ()
     undecided: bool = False
     spare: float = inf

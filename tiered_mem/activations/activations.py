@@ -19,6 +19,7 @@ from ..policies.base import (
     Event,
     Fetch,
     HostPressure,
+    MoreBlocks,
     Offload,
     OnRequest,
     Policy,
@@ -244,7 +245,7 @@ class PolicyActions:
             self._watch.note(each, asks)
             if type(each) in _ON_REQUEST and type(each) not in asks:
                 continue
-            if not isinstance(each, StepMeasured) and (memory := self._watch.memory(asks)) is not None:
+            if not isinstance(each, StepMeasured | MoreBlocks) and (memory := self._watch.memory(asks)) is not None:
                 self.act(self._policy.decide(memory))
             self.act(self._policy.decide(each))
             self._watch.answered(self._policy.asks)  # type: ignore[attr-defined]

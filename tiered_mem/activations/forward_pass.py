@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import changed_tensor
 from ..interrupts import uninterrupted
-from ..policies.base import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
+from ..policies.base import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks
 from ..wrappers import Apart, take_apart
 from .activations import Activations
 from .block import Block, Origin, View, origin_of
@@ -93,7 +93,8 @@ class ForwardPass:
         self._layer = None
         self._activations.notify(LayerEnd(self.graph, layer))
         small, self._small_before = self._small.nbytes - self._small_before, self._small.nbytes
-        self._movable.adapt(small, self._expected)
+        if self._movable.adapt(small, self._expected):
+            self._activations.notify(MoreBlocks(self.graph))
         self._min_bytes = self._movable.min_bytes
 
     @uninterrupted

@@ -63,10 +63,13 @@ class Movable:
         self._known: tuple[object, ...] | None = None
         self._weights: frozenset[int] = frozenset()
 
-    def adapt(self, small: int, layers: int) -> None:
-        """A layer has ended, of about so many in a forward. small: the bytes that it has saved below min_bytes."""
+    def adapt(self, small: int, layers: int) -> bool:
+        """A layer has ended, of about so many in a forward. Whether min_bytes is less from now on.
+
+        small: the bytes that it has saved below min_bytes.
+        """
         if self._missing is None or self.min_bytes <= _LEAST_BYTES or not small:
-            return
+            return False
         missing = self._missing()
         if missing and _WORTH * small * layers >= missing:
             self.min_bytes = max(_LEAST_BYTES, self.min_bytes // _STEP)
@@ -74,6 +77,8 @@ class Movable:
                 "min_bytes is %s from now on: the device lacks %s, and a layer has saved %s in smaller tensors",
                 *map(format_bytes, (self.min_bytes, missing, small)),
             )
+            return True
+        return False
 
     def weights(self) -> frozenset[int]:
         """The storages of the layers' weights and buffers."""

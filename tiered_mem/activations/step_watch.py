@@ -17,6 +17,7 @@ from ..policies.base import (
     ForwardEnd,
     HostPressure,
     Memory,
+    MoreBlocks,
     Saved,
     StepBegin,
     StepEnd,
@@ -99,7 +100,8 @@ class StepWatch:
     def answered(self, asks: Collection[type[Any]]) -> None:
         """What the policy has answered to an event is done, and now it asks for these."""
         self._exact = ExactMemory in asks
-        if self._exact:
+        # Where nothing can move any more, nobody has to know all that comes and goes.
+        if self._exact and (self._forwards or self._blocks.by_key):
             self._peak.begin_anew()
         else:
             self._peak.restore()
@@ -113,7 +115,7 @@ class StepWatch:
             case StepEnd():
                 self._number = None
                 self._meter.end()
-            case StepMeasured() | HostPressure():
+            case StepMeasured() | MoreBlocks() | HostPressure():
                 pass
             case _ if self._number is not None:
                 if self._exact and isinstance(event, Used):
