@@ -155,9 +155,9 @@ class Memory:
 
     reserved: with what torch's pool cannot give back, because it lies between tensors; 0 where that is not known.
 
-    Told right before each other event but StepMeasured, MoreBlocks, HostPressure and Refused. Of that event's blocks, those
-    that are saved are allocated already, and those that are dropped are freed. What came and went in between counts
-    where torch's own peak has risen.
+    Told right before each other event but StepMeasured, MoreBlocks, HostPressure and Refused. Of that event's
+    blocks, those that are saved are allocated already, and those that are dropped are freed. What came and went in
+    between counts where torch's own peak has risen.
     """
 
     device: int
@@ -182,7 +182,7 @@ class ExactMemory(Memory):
 
 @dataclass(frozen=True, slots=True)
 class MoreBlocks:
-    """From now on smaller tensors are blocks too, as a policy has bytes `missing`: later steps have more of them."""
+    """From now on smaller tensors are blocks too, as a policy has bytes `missing`. Steps have more of them."""
 
     graph: int
 

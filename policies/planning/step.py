@@ -38,9 +38,9 @@ class StepUnderWay:
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time, known when it has ended. allocated, reserved: the most
     that was at an event, and with what lay between tensors. passing: no later step is like it, as optimizer states
-    have come to stay or left for good, or smaller tensors are blocks from now on. rise: the most that came from one event to the next. exact: whether memory is told with all
-    that comes and goes. varies: whether a block has another size than in the recorded step. held: the blocks whose
-    release would free nothing now, if that is told.
+    have come to stay or left for good, or smaller tensors are blocks from now on. rise: the most that came from one
+    event to the next. exact: whether memory is told with all that comes and goes. varies: whether a block has
+    another size than in the recorded step. held: the blocks whose release would free nothing now, if that is told.
     spare: the least room that there was at the last event for what was to be held. transcript: for a script; None
     where it cannot be repeated.
     """
