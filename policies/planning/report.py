@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import fsum
@@ -21,6 +22,8 @@ from .step import StepUnderWay
 from .table import Table
 
 _SHOWN = 5
+# Without a plan a peak is that of so many steps.
+_LATELY = 4
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Report:
         measured are None.
     budget: what all memory of the device was to stay below.
     planned_peak, measured_peak: the most, with all that comes before and after the backward, the optimizer's step
-        among it. Where nobody resets torch's peak, what stays below the most that ever was is known at events only.
+        among it; without a plan those of the last four steps. Where nobody resets torch's peak, what stays below the most that ever was is known at events only.
     compute: the step without any waits. planned, measured: with them. least: a time that no plan within the budget
         can better.
     moved: bytes that go to the host in a step, and come back. planned_hidden, measured_hidden: the share of the
@@ -125,7 +128,7 @@ class Account:
         self._last: StepUnderWay | None = None  # that went by a plan
         self._peak = 0  # of it and all like it
         self._measured: tuple[StepUnderWay, StepMeasured] | None = None
-        self._unplanned: int | None = None  # the peak of the steps without a plan
+        self._unplanned: deque[int] = deque(maxlen=_LATELY)  # the peaks of steps without a plan
         self._recorded: tuple[Profile, Sequence[Name]] | None = None
 
     def states_moved(self) -> None:
@@ -137,7 +140,7 @@ class Account:
         if self._first is None and standing:
             self._first = standing[0]
         if step.table is None:
-            self._unplanned = max(step.peak, self._unplanned or 0)
+            self._unplanned.append(step.peak)
         elif not step.deviates:
             alike = self._last is not None and _alike(self._last, step)
             self._peak = max(step.peak, self._peak if alike else 0)
@@ -175,7 +178,8 @@ class Account:
     def report(self) -> Report:
         """It takes up to a second."""
         if self._last is None or self._last.table is None:
-            return Report(missing=self._missing(), budget=self._given, measured_peak=self._unplanned)
+            peak = max(self._unplanned, default=None)
+            return Report(missing=self._missing(), budget=self._given, measured_peak=peak)
         step, table, link = self._last, self._last.table, self._repertoire.link
         plan, profile, kept = table.plan, self._now(step, table), self._states.kept
         measured, event = self._measured or (None, None)
@@ -223,7 +227,7 @@ class Account:
     def _missing(self) -> str:
         if self._repertoire:
             return "the last steps are not like one that was recorded, or optimizer states have just been moved"
-        if self._recorded is None and self._unplanned is not None:
+        if self._recorded is None and self._unplanned:
             return "no step could be recorded that a plan can be made from: each is kept to the budget as it comes"
         return "the first step is recorded, and the next one like it goes by a plan"
 
