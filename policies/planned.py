@@ -302,6 +302,6 @@ class PlannedPolicy:
                 self.asks = _TIMED if missing else _PLAYED
         elif step.table is not None and len(seconds) == len(step.known.names):
             planned = step.table.plan
-            surprise = abs(stalls - sum(stall.seconds for stall in planned.stalls))
+            surprise = abs(stalls - planned.waits)
             if step.known.guessed or surprise > _DRIFT * planned.seconds:
                 repertoire.drift(step.known, step.variant, seconds, out, back)

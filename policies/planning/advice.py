@@ -54,7 +54,7 @@ class Adviser:
             now = plan(self.profile, self.budget - self.states.kept, self.link)
         except BudgetTooSmall as error:
             return (str(explained(error, self.profile, self.names)),)
-        if now.waits > _NONE * sum(self.profile.seconds):
+        if now.waits > _NONE * self.profile.compute:
             found = [self._larger(now), self._checkpoints(now), self._optimizer(now), self._drive()]
         else:
             found = [self._smaller(now), self._drive()]
@@ -106,7 +106,7 @@ class Adviser:
             if made.seconds < best * (1 - _NONE):
                 best = made.seconds
                 less = format_bytes(max(0, moved(self.profile, now) - moved(step, made)))
-                again = format_seconds(sum(step.seconds) - sum(self.profile.seconds))
+                again = format_seconds(step.compute - self.profile.compute)
                 text = (
                     f"checkpoint {layers_named(layers)}: {less} less to move, and {again} of computing again in "
                     f"place of {format_seconds(now.waits - made.waits)} of waiting"
@@ -129,7 +129,7 @@ class Adviser:
         )
 
     def _drive(self) -> _Found | None:
-        if self.disk is None or self.disk.plan.waits <= _NONE * sum(self.profile.seconds):
+        if self.disk is None or self.disk.plan.waits <= _NONE * self.profile.compute:
             return None
         spilled = format_bytes(sum(self.profile.nbytes[b] for b in self.disk.spill))
         waits = self.disk.plan.waits

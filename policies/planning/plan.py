@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import fsum
 
 
 class Cause(Enum):
@@ -46,7 +47,7 @@ class Plan:
     @property
     def waits(self) -> float:
         """The seconds of all stalls."""
-        return sum(stall.seconds for stall in self.stalls)
+        return fsum(stall.seconds for stall in self.stalls)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,11 @@ class Profile:
         """When each position comes, and the end, in seconds from the first and without stalls."""
         return [0.0, *accumulate(self.seconds)]
 
+    @property
+    def compute(self) -> float:
+        """The seconds of the step without stalls, added up as those of plans are."""
+        return self.clock[-1]
+
     @cached_property
     def full(self) -> list[int]:
         """The most bytes of device memory from each position to the next, if no block ever leaves."""

@@ -295,7 +295,7 @@ def least_memory(profile: Profile, budget: int, link: Link, slowdown: float) -> 
     is planned for.
     """
     best = plan(profile, budget, link)
-    allowed = sum(profile.seconds) * (1 + slowdown)
+    allowed = profile.compute * (1 + slowdown)
     low, high = 0, best.peak
     for _ in range(8):
         middle = (low + high) // 2

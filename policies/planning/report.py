@@ -110,7 +110,7 @@ class Report:
         rows += [("waits" if not i else "", str(stall)) for i, stall in enumerate(self.stalls[:_SHOWN])]
         if len(self.stalls) > _SHOWN:
             left = self.stalls[_SHOWN:]
-            rest = format_seconds(sum(stall.seconds for stall in left))
+            rest = format_seconds(fsum(stall.seconds for stall in left))
             rows.append(("", f"{len(left)} more, {rest} planned"))
         return rows
 
@@ -190,7 +190,7 @@ class Account:
             copies = moved(profile, plan) / (out or link.out) + returning / (back or link.back)
             return min(1.0, max(0.0, 1 - waits / copies)) if copies > 0 else None
 
-        compute = fsum(profile.seconds)
+        compute = profile.compute
         planned = compute + plan.waits
         took = None if event is None else compute + event.stalls
         fastest = replace(link, out=max(link.out, event.out), back=max(link.back, event.back)) if event else link

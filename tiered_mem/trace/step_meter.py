@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from math import fsum
 from typing import Protocol
 
 from ..device import Device
@@ -98,7 +99,7 @@ class _Times:
         ]
         rates = [self._nbytes[way] / seconds if seconds > 0 else 0.0 for way, seconds in self._seconds.items()]
         out, back = rates
-        return StepMeasured(self._step, compute, sum(self._stalls), out, back, self._stalls[: len(compute)])
+        return StepMeasured(self._step, compute, fsum(self._stalls), out, back, self._stalls[: len(compute)])
 
     def _see(self, record: TraceRecord) -> None:
         if isinstance(record, Mark) and record.of is self:
