@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tiered_mem.host_budget import HostLimit, cgroup_limits, host_budget, host_limit, memlock_limit
+from tiered_mem.tiers import offered_host
 
 V1, V2 = "memory.limit_in_bytes", "memory.max"
 V1_UNLIMITED = str(2**63 - 4096)
@@ -112,6 +113,24 @@ def test_what_the_user_says_counts_in_place_of_the_machine(monkeypatch: pytest.M
     assert host_limit() == HostLimit(900 << 40, said)
     with pytest.raises(ValueError, match=f"more than {said} allows"):
         host_budget("901TiB", limits=[host_limit()], processes=1)
+
+
+def test_a_machine_that_a_package_models_counts_before_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, nbytes in {"nothing": None, "server": 900 << 40}.items():
+        about = tmp_path / f"{name}-0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (about / "entry_points.txt").write_text(f"[tiered_mem.hosts]\n{name} = modelling_{name}:memory\n")
+        (tmp_path / f"modelling_{name}.py").write_text(f"def memory(): return {nbytes}\n")
+    assert offered_host() is None
+    monkeypatch.syspath_prepend(tmp_path)
+    modelled = offered_host()
+    assert modelled == HostLimit(900 << 40, "the memory of the machine that modelling_server models")
+    assert host_limit(modelled=modelled) == modelled
+    monkeypatch.setenv("TIERED_MEM_HOST_LIMIT", "1GiB")
+    assert host_limit(modelled=modelled).nbytes == 1 << 30
 
 
 @pytest.mark.parametrize("text", ["much", "0", "-1GiB"])

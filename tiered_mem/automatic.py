@@ -81,7 +81,7 @@ class PolicyChoice:
             host_bytes=host_bytes,
             margin=0 if asked is None else min(_ROUNDED, budget // 16),
         )
-        return planned if rehearsal is None else Rehearsal(planned, rehearsal)
+        return planned if rehearsal is None else Rehearsal(planned, rehearsal, device.synchronize)
 
 
 def _drive(disk: DiskTier) -> Link | None:

@@ -112,6 +112,11 @@ class Device:
                 )
         event.synchronize()
 
+    def synchronize(self) -> None:
+        """Waits on the host for all that was queued, on every stream."""
+        if self._module is not None:
+            self._module.synchronize(self._number)
+
     def timed_event(self, stream: Stream) -> Event:
         """An event that is recorded on `stream` now. `elapsed` measures the time between two of them."""
         if self._module is None:

@@ -87,17 +87,23 @@ def local_processes() -> int:
     return int(text)
 
 
-def host_limit(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> HostLimit:
+def host_limit(
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+    proc: Path = Path("/proc/self/cgroup"),
+    modelled: HostLimit | None = None,
+) -> HostLimit:
     """The smallest of the machine's RAM and the memory limits of this process's cgroup and its parents.
 
-    The variable TIERED_MEM_HOST_LIMIT counts in their place: where a batch system has a limit that no cgroup shows,
-    or where the run plans for another machine. Raises ValueError where it is not a size.
+    The variable TIERED_MEM_HOST_LIMIT counts in their place, where a batch system has a limit that no cgroup shows;
+    and without it `modelled`, where the run plans for another machine. Raises ValueError where it is not a size.
     """
     if text := os.environ.get(_HOST_LIMIT):
         try:
             return HostLimit(parse_bytes(text), f"{_HOST_LIMIT}={text} in the environment")
         except ValueError as error:
             raise ValueError(f"{_HOST_LIMIT} in the environment: {error}") from None
+    if modelled is not None:
+        return modelled
     limits = [HostLimit(psutil.virtual_memory().total, "the machine's RAM"), *cgroup_limits(cgroup_root, proc)]
     return min(limits, key=lambda limit: limit.nbytes)
 

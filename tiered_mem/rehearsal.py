@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .policies import Action, BudgetTooSmall, Event, OnRequest, PlannedPolicy, Report, StepBegin, StepMeasured
+from .policies import (
+    Action,
+    BudgetTooSmall,
+    Event,
+    OnRequest,
+    PlannedPolicy,
+    Report,
+    StatesShare,
+    StepBegin,
+    StepEnd,
+    StepMeasured,
+)
+from .sizes import format_bytes
 
 # In the environment: a number of steps, the bytes of the budget, and the file to write, with colons between.
 VARIABLE = "TIERED_MEM_REHEARSAL"
+# So many times the steps that are asked for are made where none of them will do.
+MOST = 4
 
 
 class RehearsalOver(SystemExit):
@@ -32,20 +45,40 @@ class Wish(NamedTuple):
         said = os.environ.get(VARIABLE)
         if said is None:
             return None
-        steps, budget, file = said.split(":", 2)
-        return cls(int(steps), int(budget), Path(file))
+        try:
+            steps, budget, file = said.split(":", 2)
+            return cls(int(steps), int(budget), Path(file))
+        except ValueError:
+            raise ValueError(
+                f"{VARIABLE}={said!r} in the environment is not STEPS:BUDGET:FILE, with the budget in bytes; it is "
+                "for `tiered-mem plan` to set"
+            ) from None
 
 
 class Rehearsal:
     """A policy that does what another one does, measures each step, and ends the script when enough were made.
 
-    The exception comes out of the forward that would begin the next step. What is known is written to a file as
-    JSON before, also if the script ends by itself, or there is no plan.
+    These are as many as the wish asks for, and then more, up to MOST times as many, until one was measured that
+    went by a plan while all optimizer states rested: one in which some come to the device to stay is not as those
+    after it. The exception comes out of the forward that would begin the next step.
+
+    What is known is in a file as JSON before, also where the script ends by itself, or there is no plan. `missing`
+    is what is not known yet, in words.
+
+    wait: until the device has done what was queued. A program that never asks the device for a number would else
+    be steps ahead of what was measured.
     """
 
-    def __init__(self, policy: PlannedPolicy, wish: Wish) -> None:
+    def __init__(self, policy: PlannedPolicy, wish: Wish, wait: Callable[[], None]) -> None:
         self._policy = policy
         self._steps, _, self._file = wish
+        self._wait = wait
+        self._began: StatesShare | None = None
+        self._rested = False
+        self._found: dict[str, Any] = {"steps": 0, "problem": "", "report": None, "text": ""}
+        self._write(
+            missing="no forward ran in the contexts of its manager: attach the model, or use offload_context"
+        )
         self.gather_bytes = policy.gather_bytes
         self.check = policy.check
         self.states = policy.states
@@ -62,28 +95,54 @@ class Rehearsal:
         return self._policy.report()
 
     def decide(self, event: Event) -> Sequence[Action]:
-        if isinstance(event, StepBegin) and event.step >= self._steps:
-            raise RehearsalOver(0)
+        if isinstance(event, StepBegin):
+            self._begin(event.step)
         try:
             actions = self._policy.decide(event)
         except BudgetTooSmall as error:
-            self._write(problem=str(error))
+            self._write(problem=str(error), missing="", **self._step())
             raise RehearsalOver(0) from None
-        if isinstance(event, StepMeasured):
-            with suppress(RuntimeError):  # there is no plan yet
-                self._write(report=self.report())
+        if isinstance(event, StepEnd):
+            self._rested = self._began == self.states
+            self._wait()
+        elif isinstance(event, StepMeasured):
+            self._measured(event.step)
         return actions
 
-    def _write(self, *, problem: str = "", report: Report | None = None) -> None:
-        step, names, link = self._policy.account.step()
-        found = {
-            "problem": problem,
-            "report": None if report is None else report.as_dict(),
-            "text": "" if report is None else str(report),
-            "step": asdict(step),
-            "names": names,
-            "link": asdict(link),
-        }
+    def _begin(self, number: int) -> None:
+        if number >= self._steps * (MOST if self._found["missing"] else 1):
+            raise RehearsalOver(0)
+        self._began = replace(self.states)
+        if number == 0:
+            self._write(missing="no step was measured: that is done when the next one begins")
+        self._write(steps=number + 1)
+
+    def _measured(self, number: int) -> None:
+        try:
+            report = self._policy.report()
+        except RuntimeError:  # there is no plan yet
+            report = None
+        if report is None or report.step != number:
+            missing = "no step that goes by a plan was measured: the first is recorded, those like it are planned"
+        elif not self._rested:
+            missing = "optimizer states came to the device or left it in all of them: "
+            missing += f"{format_bytes(self.states.kept)} of {format_bytes(self.states.total)} are there"
+        else:
+            missing = ""
+        if self._found["missing"] or not missing:
+            found = {} if report is None else {"report": report.as_dict(), "text": str(report)}
+            self._write(missing=missing, **found, **self._step())
+
+    def _step(self) -> dict[str, Any]:
+        """The step that plans are for, where there is one."""
+        try:
+            step, names, link = self._policy.account.step()
+        except RuntimeError:
+            return {}
+        return {"step": asdict(step), "names": names, "link": asdict(link)}
+
+    def _write(self, **found: Any) -> None:
+        self._found |= found
         partial = self._file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(found))
+        partial.write_text(json.dumps(self._found))
         partial.replace(self._file)  # each process of a training writes it

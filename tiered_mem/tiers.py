@@ -22,7 +22,7 @@ from .allocators.slab import SlabPool
 from .arguments import instance, whole_number, with_methods, yes_or_no
 from .device import Device
 from .errors import PinningFailed
-from .host_budget import HostBytes, host_budget, host_limit, local_processes, memlock_limit
+from .host_budget import HostBytes, HostLimit, host_budget, host_limit, local_processes, memlock_limit
 from .host_slab import bytes_of, is_pinned
 from .host_tier import HostTier
 from .sizes import format_bytes, parse_bytes
@@ -74,7 +74,8 @@ def host_tier(
         return HostTier(host_pool, device, steps_in_flight=steps_in_flight, owned=False)
     if not isinstance(pin, bool) and pin != "try" and pin not in _SOURCES:
         raise ValueError(f"pin={pin!r} is not known; say True, False, 'try', or one of {', '.join(_SOURCES)}")
-    limits = [host_limit(), memlock_limit() if pin == "locked" else None]
+    modelled = None if device.kind == "cpu" else offered_host()
+    limits = [host_limit(modelled=modelled), memlock_limit() if pin == "locked" else None]
     capacity = host_budget(host_bytes, limits=[each for each in limits if each], processes=local_processes())
     if preallocate is None:
         preallocate = host_bytes not in (None, "auto")
@@ -116,6 +117,18 @@ def offered_drive() -> Drive | None:
     """
     offers = (entry.load()() for entry in entry_points(group="tiered_mem.drives"))
     return next((drive for drive in offers if drive is not None), None)
+
+
+def offered_host() -> HostLimit | None:
+    """The memory of another machine, where an installed package has this process run as if it were there.
+
+    It says how many bytes that has by an entry point "tiered_mem.hosts", a function without arguments. None where
+    pinned memory is this machine's.
+    """
+    for entry in entry_points(group="tiered_mem.hosts"):
+        if (nbytes := entry.load()()) is not None:
+            return HostLimit(nbytes, f"the memory of the machine that {entry.module.partition('.')[0]} models")
+    return None
 
 
 def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: bool) -> tuple[str, SlabPool]:

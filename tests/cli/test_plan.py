@@ -12,10 +12,22 @@ from emulator.tests.launch import run
 from tests.cli.conftest import Command
 from tests.test_report import TRAIN
 from tiered_mem.cli import plan as verb
-from tiered_mem.policies import PlannedPolicy, StepBegin
-from tiered_mem.policies.planning import Link
-from tiered_mem.rehearsal import Rehearsal, RehearsalOver, Wish
 
+ADAM = """
+import sys, torch
+from torch import nn
+from tiered_mem import TieringManager
+
+with torch.device("npu"):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(8)))
+    x = torch.zeros(8192, 2048)
+with TieringManager(device="npu", host_bytes="4GiB") as manager, manager.attach(model):
+    optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), residency="auto")
+    for step in range(int(sys.argv[1])):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 OPTIONS = ("--chip", "910b3", "--budget", "2GiB")
 
 
@@ -47,13 +59,22 @@ def test_what_is_not_installed_is_said_with_how_to_get_it(
     ] in done.err
 
 
-def test_a_rehearsal_ends_the_script_when_its_steps_are_made(tmp_path: Path) -> None:
-    policy = Rehearsal(PlannedPolicy(64, Link(1.0, 1.0)), Wish(2, 64, tmp_path / "found.json"))
-    for step in range(2):
-        policy.decide(StepBegin(step))
-    with pytest.raises(RehearsalOver) as ending:
-        policy.decide(StepBegin(2))
-    assert ending.value.code == 0
+def test_a_wrong_script_or_chip_is_found_before_anything_starts(command: Command, tmp_path: Path) -> None:
+    script, wrong = tmp_path / "train.py", tmp_path / "wrong.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    wrong.write_text("x = = 1")
+    for options, said in (
+        ([*OPTIONS, tmp_path / "none.py"], "none.py cannot be run: No such file or directory"),
+        ([*OPTIONS, tmp_path], "cannot be run: Is a directory"),
+        ([*OPTIONS, wrong], "wrong.py cannot be run: invalid syntax"),
+        (["--chip", "910b9", "--budget", "2GiB", script], "'910b9' is no chip; known are"),
+        ([*OPTIONS, "--server", "mine", script], "'mine' is no server; known are"),
+    ):
+        done = command("plan", *options)
+        assert (done.status, done.out) == (2, "")
+        assert said in done.err
+        assert done.err.count("\n") == 1
+    assert not (tmp_path / "started").exists()
 
 
 @pytest.mark.slow(why="the script runs twice")
@@ -81,7 +102,24 @@ def test_a_training_is_planned(tmp_path: Path) -> None:
     assert "the budget of 100.0 MiB is below" in out
     assert "trying the plan" not in err
     _, err = planned("1900MiB", str(script), "1GiB", "1", status=2)
-    assert "has ended before a planned step was measured" in err.splitlines()[-1]
+    assert "train.py has failed in its recording, after 1 step, with exit status 1" in err.splitlines()[-1]
+
+
+@pytest.mark.slow(why="a script runs twice")
+def test_a_training_whose_optimizer_states_come_to_stay_is_planned(tmp_path: Path) -> None:
+    """Nor does it ask the device for any number, so that it is ahead of it."""
+    (tmp_path / "train.py").write_text(ADAM)
+    command = ("-m", "tiered_mem", "plan", "--chip", "910b3", "--budget", "1500MiB", "--hbm", "4GiB", "--json")
+    done = run(*command, "train.py", "100", cwd=tmp_path, pythonpath=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert "tiered-mem: recording" in done.stderr
+    report = json.loads(done.stdout)["report"]
+    assert report["step"] >= 2
+    assert report["measured_peak"] <= 1500 << 20
+    done = run(*command, "train.py", "3", cwd=tmp_path, pythonpath=Path.cwd())
+    assert done.returncode == 2
+    said = "train.py has ended after 3 steps, and optimizer states came to the device or left it in all of them"
+    assert said in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow(why="it draws")

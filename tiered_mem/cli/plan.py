@@ -2,10 +2,10 @@
 
 Runs SCRIPT, which trains with TieringManager(policy="auto"), on the emulated NPU in dry runs: memory is counted and
 time is modelled, nothing is computed, and no device is needed. The first run has all the memory that it wants, and
-is recorded. The second one has the budget, and tries the plan. Each is ended after STEPS steps, by an exception out
-of the forward that would begin the next one; `with` and `finally` blocks run. What the script saves is all zeros,
-so let it save to another place. Options come before SCRIPT; what comes after it is the script's. The exit status is
-1 if the training does not fit.
+is recorded. The second one has the budget, and tries the plan. Each is ended after STEPS steps, or after more where
+optimizer states have not come to rest by then, by an exception out of the forward that would begin the next one;
+`with` and `finally` blocks run. What the script saves is all zeros, so let it save to another place. Options come
+before SCRIPT; what comes after it is the script's. The exit status is 1 if the training does not fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..policies.planning import BudgetTooSmall, Link, Plan, Profile, plan
 from ..policies.planning.advice import moved
 from ..policies.planning.bound import floor
 from ..policies.planning.needs import explained
-from ..rehearsal import VARIABLE
+from ..rehearsal import MOST, VARIABLE
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json
 
@@ -36,6 +36,10 @@ _FRAGMENTS = 0.04
 _POINTS = 8
 # Of a device that has room for everything: nothing is behind the memory of a dry run.
 _AMPLE = 1 << 42
+_NEEDED = (
+    "It has to train at least 3 steps: the first is recorded, and one that went by the plan is measured when the "
+    'next begins; with residency="auto" it takes one or two more'
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", help="whose host link the chip has, a name or FILE.toml (the chip's usual one)")
     parser.add_argument("--hbm", type=size, help="all of the device's memory (the budget, and 4 %% for fragments)")
     parser.add_argument("--host", type=size, default="512GiB", help="the server's host memory (512GiB)")
-    parser.add_argument("--steps", type=int, default=4, help="how many are made in a run, at least 3 (4)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="how many are made in a run, at least 3 (4); up to 4 times as many where that takes it",
+    )
     parser.add_argument("--sweep", action="store_true", help="plan for other budgets too")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the sweep; it takes matplotlib")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
@@ -64,13 +73,14 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.plot is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot takes matplotlib, which is not installed: pip install matplotlib, or use --sweep")
-    ample = _rehearse(options, "recording", _AMPLE, _AMPLE // 2)
-    if ample is None:
+    _check(options)
+    status, ample = _rehearse(options, "recording", _AMPLE, _AMPLE // 2)
+    if status:
         raise ValueError(
-            f"{options.script} has ended before a planned step was measured. It says above what went wrong; if "
-            "nothing did, it has to train at least 3 steps, in the contexts of a "
-            'TieringManager(policy="auto")'
+            f"{options.script} has failed in its recording, after {_steps(ample)}, with exit status {status}. It "
+            "says above what went wrong"
         )
+    _complete(options, ample)
     step, link = Profile(**ample["step"]), Link(**ample["link"])
     problem, report, text = _try(options, step, link, ample["names"])
     plans = _sweep(step, link, options.budget) if options.sweep or options.plot is not None else []
@@ -90,8 +100,8 @@ def _try(options: argparse.Namespace, step: Profile, link: Link, names: Sequence
     except BudgetTooSmall as error:
         return str(explained(error, step, names)), None, ""
     hbm = options.hbm or int(options.budget / (1 - _FRAGMENTS)) + 1
-    found = _rehearse(options, "trying the plan", hbm, options.budget)
-    if found is None:
+    status, found = _rehearse(options, "trying the plan", hbm, options.budget)
+    if status:
         return (
             f"with a budget of {format_bytes(options.budget)}, on a device of {format_bytes(hbm)}, the script "
             "ended as it says above. Where that is for want of memory: give a smaller budget, or say by --hbm how "
@@ -99,23 +109,54 @@ def _try(options: argparse.Namespace, step: Profile, link: Link, names: Sequence
             None,
             "",
         )
+    _complete(options, found)
     return found["problem"], found["report"], found["text"]
 
 
-def _rehearse(options: argparse.Namespace, what: str, hbm: int, budget: int) -> dict[str, Any] | None:
-    """Runs the script on a device with so much memory. What it has found, or None where it has not got so far."""
+def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError for a script that cannot run, and for what the emulator does not take."""
+    try:
+        compile(Path(options.script).read_bytes(), options.script, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{options.script} cannot be run: {getattr(error, 'strerror', None) or error}") from None
+    command = [*_emulator(options, _AMPLE), "-c", "pass"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().removeprefix(f"{_EMULATOR}: ") or f"{_EMULATOR} does not run")
+
+
+def _rehearse(options: argparse.Namespace, what: str, hbm: int, budget: int) -> tuple[int, dict[str, Any]]:
+    """Runs the script on a device with so much memory. Its exit status, and what it has found."""
     sys.stderr.write(f"tiered-mem: {what}, {options.steps} steps\n")
-    command = [sys.executable, "-m", _EMULATOR, "--clock", options.chip, "--dry", "--hbm", str(hbm)]
-    command += ["--host", str(options.host)] + (["--server", options.server] if options.server else [])
     with tempfile.TemporaryDirectory(prefix="tiered-mem-plan-") as folder:
         file = Path(folder) / "found.json"
-        environment = os.environ | {
-            VARIABLE: f"{options.steps}:{budget}:{file}",
-            "TIERED_MEM_HOST_LIMIT": str(options.host),
-        }
-        done = subprocess.run([*command, options.script, *options.arguments], env=environment, stdout=sys.stderr)
-        found: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
-        return None if done.returncode else found
+        command = [*_emulator(options, hbm), options.script, *options.arguments]
+        environment = os.environ | {VARIABLE: f"{options.steps}:{budget}:{file}"}
+        environment.pop("TIERED_MEM_HOST_LIMIT", None)  # is of this machine
+        done = subprocess.run(command, env=environment, stdout=sys.stderr)
+        nothing = {"steps": 0, "missing": 'it made no TieringManager(policy="auto") for the device'}
+        return done.returncode, json.loads(file.read_text()) if file.exists() else nothing
+
+
+def _emulator(options: argparse.Namespace, hbm: int) -> list[str]:
+    """What runs a script on the modelled device."""
+    command = [sys.executable, "-m", _EMULATOR, "--clock", options.chip, "--dry", "--hbm", str(hbm)]
+    return [*command, "--host", str(options.host), *(["--server", options.server] if options.server else [])]
+
+
+def _complete(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Raises ValueError where the script's steps were not enough, with what was missing."""
+    if found["missing"]:
+        most = MOST * options.steps
+        raise ValueError(
+            f"{options.script} has ended after {_steps(found)}, and {found['missing']}. "
+            + (f"--steps {most} makes up to {MOST * most}" if found["steps"] >= most else _NEEDED)
+        )
+
+
+def _steps(found: dict[str, Any]) -> str:
+    """How many steps were begun, as "3 steps"."""
+    return f"{found['steps']} step{'' if found['steps'] == 1 else 's'}"
 
 
 def _sweep(step: Profile, link: Link, budget: int) -> list[Plan]:
