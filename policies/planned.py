@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from ..arguments import number
 from ..sizes import format_bytes, parse_bytes
 from .base import (
     Action,
@@ -84,8 +85,8 @@ class PlannedPolicy:
 
     states: what is said of optimizer states that may have a part of the budget.
 
-    Raises ValueError for a size below 1 byte and a slowdown below 0. `decide` raises BudgetTooSmall, once a step is
-    measured, where no plan can keep the budget.
+    Raises ValueError for a size below 1 byte and a slowdown below 0, TypeError for a slowdown that is no number.
+    `decide` raises BudgetTooSmall, once a step is measured, where no plan can keep the budget.
     """
 
     gather_bytes = 1  # each block is told of at once
@@ -100,8 +101,8 @@ class PlannedPolicy:
         host_bytes: int | str | None = None,
         margin: int = 0,
     ) -> None:
-        if slowdown is not None and not slowdown >= 0:
-            raise ValueError(f"slowdown is a share of a step's time and at least 0, not {slowdown}")
+        if slowdown is not None:
+            number("slowdown", slowdown, at_least=0)
         self._given = parse_bytes(budget)
         self._fragments = fragments
         self._budget = self._limit = self._given - (fragments or 0)

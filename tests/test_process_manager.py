@@ -11,6 +11,7 @@ import pytest
 
 import tiered_mem
 from tiered_mem import TieringManager
+from tiered_mem.errors import TieredMemError
 from tiered_mem.process_manager import DefaultManager, arguments_of
 
 ROOT = Path(__file__).parents[1]
@@ -42,13 +43,48 @@ def test_the_environment_gives_the_arguments() -> None:
     [
         ("TIERED_MEM_HOST_BYTE", "1GiB", "is it TIERED_MEM_HOST_BYTES?"),
         ("TIERED_MEM_X", "red", "there are TIERED_MEM_POLICY"),
+        ("TIERED_MEM_HOST_BYTES", "much", "TIERED_MEM_HOST_BYTES is 'much': 'much' is not a size"),
+        (
+            "TIERED_MEM_DEVICE_BUDGET",
+            "9" * 500,
+            f"TIERED_MEM_DEVICE_BUDGET is '{'9' * 40}...': a size is written like",
+        ),
+        ("TIERED_MEM_STEPS_IN_FLIGHT", "two", "TIERED_MEM_STEPS_IN_FLIGHT is 'two': write a whole number"),
         ("TIERED_MEM_TRACE", "maybe", "TIERED_MEM_TRACE is 'maybe': write one of 1, true"),
-        ("TIERED_MEM_SLOWDOWN", "a bit", "TIERED_MEM_SLOWDOWN is 'a bit': could not convert"),
+        ("TIERED_MEM_SLOWDOWN", "a bit", "TIERED_MEM_SLOWDOWN is 'a bit': write a number such as 0.05"),
     ],
 )
 def test_what_means_nothing_is_refused_by_name(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         DefaultManager({variable: value}).get()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("POLICY", "lur"),
+        ("HOST_BYTES", "900TiB"),
+        ("HOST_BYTES", "2.5"),
+        ("SPILL_DIR", "/no/such/folder"),
+        ("SPILL_CHECKSUM", "md5"),
+        ("PIN", "some"),
+        ("SLOWDOWN", "inf"),
+        ("STEPS_IN_FLIGHT", "0"),
+        ("DEVICE", "xpu"),
+    ],
+)
+def test_what_the_manager_refuses_names_the_variable(variable: str, value: str) -> None:
+    says = {"TIERED_MEM_DEVICE": "cpu", f"TIERED_MEM_{variable}": value}
+    with pytest.raises((ValueError, TieredMemError), match=f"In the environment there is .*{variable}={value}"):
+        DefaultManager(says).get()
+
+
+def test_what_the_program_says_is_not_blamed_on_the_environment() -> None:
+    default = DefaultManager({"TIERED_MEM_POLICY": "nonsense"})
+    default.configure(policy="lur", device="cpu")
+    with pytest.raises(ValueError, match="unknown policy 'lur'") as caught:
+        default.get()
+    assert "TIERED_MEM" not in str(caught.value)
 
 
 def test_it_is_made_at_first_use_of_both(device: str) -> None:

@@ -34,6 +34,15 @@ def test_sizes_are_read_exactly(size: int | str, nbytes: int) -> None:
     assert parse_bytes(size) == nbytes
 
 
+@pytest.mark.parametrize(
+    "size", [10**500, -(10**500), 10**5000, "9" * 500, "9" * 5000, "9" * 30 + "TiB", 1 << 63], ids=type
+)
+def test_what_no_file_can_have_is_refused_in_a_few_words(size: int | str) -> None:
+    with pytest.raises(ValueError, match=r"^a size (must be|is written)") as caught:
+        parse_bytes(size)
+    assert len(str(caught.value)) < 120
+
+
 @settings(deadline=None)
 @given(st.integers(1, 10**7), st.sampled_from([("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12)]))
 def test_thousandths_are_exact(thousandths: int, unit: tuple[str, int]) -> None:

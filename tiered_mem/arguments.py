@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from sys import float_info
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,6 +16,15 @@ def whole_number(name: str, value: object, *, at_least: int) -> int:
     if value < at_least:
         raise ValueError(f"{name} must be {at_least} or more, not {value}")
     return value
+
+
+def number(name: str, value: object, *, at_least: float) -> float:
+    """A finite number that is large enough. Raises TypeError for other types, bools too, and ValueError."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {_shown(value)}")
+    if not at_least <= value <= float_info.max:
+        raise ValueError(f"{name} must be {at_least:g} or more, and finite, not {_shown(value)}")
+    return float(value)
 
 
 def yes_or_no(name: str, value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from .arguments import with_methods
+from .arguments import number, with_methods
 from .device import Device
 from .errors import TierFull
 from .measured_drive import measured_drive
@@ -32,8 +32,8 @@ class PolicyChoice:
 
     def __init__(self, policy: Policy | str, device_budget: int | str | None, slowdown: float | None) -> None:
         self._policy = policy
-        self._device_budget = device_budget
-        self._slowdown = slowdown
+        self._device_budget = None if device_budget is None else parse_bytes(device_budget)
+        self._slowdown = None if slowdown is None else number("slowdown", slowdown, at_least=0)
         if policy != "auto":
             if (device_budget, slowdown) != (None, None):
                 raise ValueError("device_budget and slowdown are for policy='auto'")
@@ -50,9 +50,12 @@ class PolicyChoice:
             return policy_by_name(self._policy, device_bytes=int(_LRU * total) or None)
         if total:
             return self._planned(device, usable, total, host_bytes, disk)
-        if (self._device_budget, self._slowdown) != (None, None):
-            raise ValueError(f"a device_budget needs a device that counts its memory, and {device.kind} does not")
-        _log.info("%s counts no memory that could be planned for: policy='layer-order'", device.kind)
+        said = (self._device_budget, self._slowdown) != (None, None)
+        _log.log(
+            logging.WARNING if said else logging.INFO,
+            "%s counts no memory that could be planned for: policy='layer-order'%s",
+            *(device.kind, ", without the device_budget and slowdown that are given" if said else ""),
+        )
         return LayerOrderPolicy()
 
     def _planned(
@@ -60,11 +63,11 @@ class PolicyChoice:
     ) -> Policy:
         rehearsal = Wish.of_environment()
         asked = self._device_budget if rehearsal is None else rehearsal.budget
-        budget = usable if asked is None else parse_bytes(asked)
+        budget = usable if asked is None else asked
         if budget > total:
             raise ValueError(
                 f"device_budget is {format_bytes(budget)}, and the device has {format_bytes(total)}, of which this "
-                f"process can use {format_bytes(usable)}"
+                f"process can use {format_bytes(usable)}: give at most that, or no device_budget"
             )
         speed = measured(device, _MEASURED_BYTES, rounds=3)
         out, back = speed.from_device * 1e9, speed.to_device * 1e9

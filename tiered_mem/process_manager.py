@@ -11,11 +11,15 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .errors import TieredMemError
 from .manager import TieringManager
+from .sizes import parse_bytes
 
 _PREFIX = "TIERED_MEM_"
 # Others that begin like ours, and are read elsewhere.
 _ELSEWHERE = ("TIERED_MEM_HOST_LIMIT", "TIERED_MEM_REHEARSAL", "TIERED_MEM_TEST_DEVICE")
+
+_SHOWN = 40
 
 
 class DefaultManager:
@@ -47,11 +51,20 @@ class DefaultManager:
     def get(self) -> TieringManager:
         """The manager. It is closed when the process ends.
 
-        Raises ValueError for a variable of the environment that means nothing, and what TieringManager raises.
+        Raises ValueError for a variable of the environment that means nothing, and what TieringManager raises. That
+        names the variables which it was told.
         """
         with self._lock:
             if self._manager is None:
-                self._manager = TieringManager(**arguments_of(self._environment) | self._arguments)
+                read = arguments_of(self._environment)
+                try:
+                    self._manager = TieringManager(**read | self._arguments)
+                except (TieredMemError, TypeError, ValueError) as error:
+                    told = [variable_of(name) for name in read if name not in self._arguments]
+                    said = ", ".join(f"{variable}={_shortened(self._environment[variable])}" for variable in told)
+                    if said:
+                        error.args = (f"{error}. In the environment there is {said}",)
+                    raise
                 atexit.register(self._manager.close)
             return self._manager
 
@@ -64,14 +77,23 @@ def arguments_of(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix(_PREFIX).lower()
         if name not in _READ:
-            near = [_PREFIX + match.upper() for match in difflib.get_close_matches(name, _READ, n=1)]
-            known = ", ".join(_PREFIX + each.upper() for each in _READ)
+            near = [variable_of(match) for match in difflib.get_close_matches(name, _READ, n=1)]
+            known = ", ".join(map(variable_of, _READ))
             raise ValueError(f"{variable} means nothing; {f'is it {near[0]}?' if near else f'there are {known}'}")
         try:
             arguments[name] = _READ[name](environment[variable])
         except ValueError as error:
-            raise ValueError(f"{variable} is {environment[variable]!r}: {error}") from None
+            raise ValueError(f"{variable} is {_shortened(environment[variable])!r}: {error}") from None
     return arguments
+
+
+def variable_of(argument: str) -> str:
+    """Such as TIERED_MEM_HOST_BYTES."""
+    return _PREFIX + argument.upper()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _yes_or_no(text: str) -> bool:
@@ -81,9 +103,29 @@ def _yes_or_no(text: str) -> bool:
     return answers[text.lower()]
 
 
+def _size(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
 def _share_or_size(text: str) -> float | str:
     """0.5 is a share, and 64GiB a size."""
-    return float(text) if re.fullmatch(r"\s*\d*\.\d+\s*", text) else text
+    if re.fullmatch(r"\s*\d*\.\d+\s*", text):
+        return float(text)
+    return text if text == "auto" else _size(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("write a number such as 0.05") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("write a whole number such as 2")
+    return int(text)
 
 
 def _way_to_pin(text: str) -> bool | str:
@@ -93,17 +135,17 @@ def _way_to_pin(text: str) -> bool | str:
 # The arguments that can be written as text, and how they are read.
 _READ: dict[str, Callable[[str], Any]] = {
     "policy": str,
-    "device_budget": str,
-    "slowdown": float,
+    "device_budget": _size,
+    "slowdown": _number,
     "device": str,
     "host_bytes": _share_or_size,
     "pin": _way_to_pin,
     "preallocate": _yes_or_no,
     "spill_dir": str,
-    "spill_bytes": str,
-    "spill_write_budget": str,
+    "spill_bytes": _size,
+    "spill_write_budget": _size,
     "spill_checksum": str,
-    "steps_in_flight": int,
+    "steps_in_flight": _count,
     "trace": _yes_or_no,
 }
 

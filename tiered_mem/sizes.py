@@ -10,13 +10,23 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
+# No file is larger.
+_LARGEST = (1 << 63) - 1
+_LONGEST = 40
 
 
 def parse_bytes(size: int | str) -> int:
     """A number of bytes, from an int or a string such as "64GiB".
 
-    Raises ValueError below 1, for a fraction of a byte, and for all else.
+    Raises ValueError below 1, from 8 EiB on, for a fraction of a byte, and for all else.
     """
+    # Python does not write ints of thousands of digits, and nobody reads those of hundreds.
+    if isinstance(size, int) and abs(size) > _LARGEST:
+        raise ValueError(
+            f"a size must be 1 byte or more and below 8 EiB, and this int has {size.bit_length()} bits"
+        )
+    if len(str(size)) > _LONGEST:
+        raise ValueError(f'a size is written like 4096 or "64GiB", and this text has {len(str(size))} characters')
     if isinstance(size, float) and size % 1:
         raise ValueError(f"a size is a whole number of bytes, not {size}")
     match = re.fullmatch(r"\s*(-?\d*\.?\d+)\s*([A-Za-z]*)\s*", str(size))
@@ -25,6 +35,8 @@ def parse_bytes(size: int | str) -> int:
     nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
     if nbytes < 1:
         raise ValueError(f"a size must be at least 1 byte, not {size!r}")
+    if nbytes > _LARGEST:
+        raise ValueError(f"a size must be below 8 EiB, not {size!r}")
     return nbytes
 
 
