@@ -35,7 +35,7 @@ def planned(kind: str, slowdown: float | None) -> list[object]:
     step = KINDS[kind](1)
     policy = PlannedPolicy(max(profile(step).moments.full), SLOW, slowdown=slowdown)
     machine = Machine(policy, SLOW)
-    return [*(vars(machine.run(step)) for _ in range(3)), policy.report().as_dict()]
+    return [*(machine.run(step) for _ in range(3)), policy.report()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
