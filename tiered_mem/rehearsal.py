@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from .policies import (
     OnRequest,
     PlannedPolicy,
     Report,
-    StatesShare,
     StepBegin,
     StepEnd,
     StepMeasured,
@@ -73,7 +72,7 @@ class Rehearsal:
         self._policy = policy
         self._steps, _, self._file = wish
         self._wait = wait
-        self._began: StatesShare | None = None
+        self._began: tuple[int | None, ...] = ()
         self._rested = False
         self._found: dict[str, Any] = {"steps": 0, "problem": "", "report": None, "text": ""}
         self._write(
@@ -103,7 +102,7 @@ class Rehearsal:
             self._write(problem=str(error), missing="", **self._step())
             raise RehearsalOver(0) from None
         if isinstance(event, StepEnd):
-            self._rested = self._began == self.states
+            self._rested = self._began == self._resting()
             self._wait()
         elif isinstance(event, StepMeasured):
             self._measured(event.step)
@@ -112,29 +111,27 @@ class Rehearsal:
     def _begin(self, number: int) -> None:
         if number >= self._steps * (MOST if self._found["missing"] else 1):
             raise RehearsalOver(0)
-        self._began = replace(self.states)
+        self._began = self._resting()
         if number == 0:
             self._write(missing="no step was measured: that is done when the next one begins")
         self._write(steps=number + 1)
 
     def _measured(self, number: int) -> None:
-        try:
-            report = self._policy.report()
-        except RuntimeError:  # there is no plan yet
-            report = None
-        if report is None or report.step != number:
+        report = self._policy.report()
+        missing = ""
+        if not self._rested:
+            there, total = format_bytes(self.states.kept), format_bytes(self.states.total)
+            missing = f"optimizer states came to the device or left it in all of them: {there} of {total} are there"
+        elif report.step != number:
             missing = "no step that goes by a plan was measured: the first is recorded, those like it are planned"
-        elif not self._rested:
-            missing = "optimizer states came to the device or left it in all of them: "
-            missing += f"{format_bytes(self.states.kept)} of {format_bytes(self.states.total)} are there"
-        else:
-            missing = ""
         if self._found["missing"] or not missing:
-            found = {} if report is None else {"report": report.as_dict(), "text": str(report)}
-            self._write(missing=missing, **found, **self._step())
+            self._write(missing=missing, report=report.as_dict(), text=str(report), **self._step())
+
+    def _resting(self) -> tuple[int | None, ...]:
+        return self.states.total, self.states.kept, self.states.target
 
     def _step(self) -> dict[str, Any]:
-        """The step that plans are for, where there is one."""
+        """The step that plans are for, if any was measured."""
         try:
             step, names, link = self._policy.account.step()
         except RuntimeError:
