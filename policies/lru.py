@@ -33,8 +33,10 @@ class LRUPolicy:
     """
 
     def __init__(self, device_bytes: int | str = "1GiB", *, read_ahead: int | str | None = None) -> None:
-        self._budget = parse_bytes(device_bytes)
-        self._read_ahead = max(1, self._budget // 4) if read_ahead is None else parse_bytes(read_ahead)
+        self._budget = parse_bytes(device_bytes, "device_bytes")
+        self._read_ahead = (
+            max(1, self._budget // 4) if read_ahead is None else parse_bytes(read_ahead, "read_ahead")
+        )
         if self._read_ahead > self._budget:
             raise ValueError(
                 f"read_ahead must be at most device_bytes, which is {format_bytes(self._budget)}, "

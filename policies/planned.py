@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ..arguments import number
+from ..arguments import instance, number, whole_number
 from ..sizes import format_bytes, parse_bytes
 from .base import (
     Action,
@@ -101,14 +101,17 @@ class PlannedPolicy:
         host_bytes: int | str | None = None,
         margin: int = 0,
     ) -> None:
+        instance("link", link, Link)
+        whole_number("fragments", 0 if fragments is None else fragments, at_least=0)
+        whole_number("margin", margin, at_least=0)
         if slowdown is not None:
             number("slowdown", slowdown, at_least=0)
-        self._given = parse_bytes(budget)
+        self._given = parse_bytes(budget, "budget")
         self._fragments = fragments
         self._budget = self._limit = self._given - (fragments or 0)
         if self._budget < 1:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
-        host = None if host_bytes is None else parse_bytes(host_bytes)
+        host = None if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
         self.states = StatesShare(passing=self._given // _PASSING)
         self._least_margin = margin
         self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states, margin)

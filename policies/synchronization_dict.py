@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..arguments import items
 from .base import Action, Offload, Release, Reload
 from .by_layer import Graph, LayerPolicy
 
@@ -223,7 +224,7 @@ def _check_together(stays: Iterable[_Stay]) -> None:
 def _parse_order(order: Sequence[str]) -> list[_Moment]:
     """The moments of "F0", "F1", "B0", ... Raises ValueError where they are no order of whole layers."""
     moments: list[_Moment] = []
-    for place, text in enumerate(order):
+    for place, text in enumerate(items("order", order)):
         if not isinstance(text, str) or not re.fullmatch("[FB][0-9]+", text):
             raise ValueError(f"order[{place}] is {text!r}; use F or B with the number of a layer, such as 'F0'")
         moment = _Moment(int(text[1:]), text[0] == "B")

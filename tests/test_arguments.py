@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from tiered_mem import DeviceUnavailable, TieringManager
-from tiered_mem.policies import LayerOrderPolicy, LRUPolicy, SynchronizationDictPolicy
+from tiered_mem.policies import LayerOrderPolicy, LRUPolicy, PlannedPolicy, SynchronizationDictPolicy
+from tiered_mem.policies.planning import Link
 
 GARBAGE: dict[str, Any] = {
     "None": None,
@@ -27,6 +28,7 @@ GARBAGE: dict[str, Any] = {
     "a list": [1],
     "True": True,
 }
+LINK = Link(1e9, 1e9)
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
@@ -59,6 +61,10 @@ def of_register(name: str) -> Callable[[Any, Path], Any]:
             made.register_optimizer(**{"optimizer": optimizer} | {name: value})
 
     return call
+
+
+def of_auto(name: str) -> Callable[[Any, Path], Any]:
+    return lambda value, folder: TieringManager(**{"device": "cpu", "host_bytes": "8MiB", name: value}).close()
 
 
 def of_policy(policy: type, name: str, **right: Any) -> Callable[[Any, Path], Any]:
@@ -96,6 +102,17 @@ TAKES: dict[str, tuple[Callable[[Any, Path], Any], set[str]]] = {
     "LayerOrderPolicy in_flight": (of_policy(LayerOrderPolicy, "in_flight"), {"None"}),
     "LRUPolicy device_bytes": (of_policy(LRUPolicy, "device_bytes"), set()),
     "LRUPolicy read_ahead": (of_policy(LRUPolicy, "read_ahead"), {"None"}),
+    "auto device_budget": (of_auto("device_budget"), {"None"}),
+    "auto slowdown": (of_auto("slowdown"), {"None", "a fraction"}),
+    "PlannedPolicy budget": (of_policy(PlannedPolicy, "budget", link=LINK), set()),
+    "PlannedPolicy link": (of_policy(PlannedPolicy, "link", budget="1GiB"), set()),
+    "PlannedPolicy fragments": (of_policy(PlannedPolicy, "fragments", budget="1GiB", link=LINK), {"None"}),
+    "PlannedPolicy slowdown": (
+        of_policy(PlannedPolicy, "slowdown", budget="1GiB", link=LINK),
+        {"None", "a fraction"},
+    ),
+    "PlannedPolicy host_bytes": (of_policy(PlannedPolicy, "host_bytes", budget="1GiB", link=LINK), {"None"}),
+    "PlannedPolicy margin": (of_policy(PlannedPolicy, "margin", budget="1GiB", link=LINK), set()),
     "SynchronizationDictPolicy schedule": (of_policy(SynchronizationDictPolicy, "schedule"), set()),
     "SynchronizationDictPolicy order": (
         of_policy(SynchronizationDictPolicy, "order", schedule={0: (True, 1, False, 1)}),
@@ -111,11 +128,12 @@ def not_left_attached() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("argument", TAKES)
-def test_garbage_is_refused_at_once(argument: str, tmp_path: Path) -> None:
+def test_garbage_is_refused_at_once_and_the_argument_is_named(argument: str, tmp_path: Path) -> None:
     make, taken = TAKES[argument]
+    said = argument.split()[-1].replace("spill_checksum", "checksum").replace("thing", "offload and reload")
     for name, value in GARBAGE.items():
         if name not in taken:
-            with pytest.raises((TypeError, ValueError)):
+            with pytest.raises((TypeError, ValueError), match=rf"(?i)\b{said}"):
                 make(value, tmp_path)
 
 

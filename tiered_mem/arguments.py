@@ -41,6 +41,15 @@ def instance(name: str, value: object, kind: type[T]) -> T:
     return value
 
 
+def items(name: str, value: Iterable[T]) -> list[T]:
+    """What is in a sequence, or in anything else that a loop can go through. Raises TypeError."""
+    try:
+        each = iter(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, not {_shown(value)}") from None
+    return list(each)
+
+
 def with_methods(name: str, value: object, methods: Iterable[str]) -> None:
     """Checks that an object, which is no class, has some methods. Raises TypeError."""
     missing = [method for method in methods if not callable(getattr(value, method, None))]

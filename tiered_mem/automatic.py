@@ -32,7 +32,7 @@ class PolicyChoice:
 
     def __init__(self, policy: Policy | str, device_budget: int | str | None, slowdown: float | None) -> None:
         self._policy = policy
-        self._device_budget = None if device_budget is None else parse_bytes(device_budget)
+        self._device_budget = None if device_budget is None else parse_bytes(device_budget, "device_budget")
         self._slowdown = None if slowdown is None else number("slowdown", slowdown, at_least=0)
         if policy != "auto":
             if (device_budget, slowdown) != (None, None):

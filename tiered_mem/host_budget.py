@@ -59,7 +59,7 @@ def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int
     elif isinstance(asked, float):
         nbytes = int(Fraction(asked) * share)
     else:
-        nbytes = parse_bytes(asked)
+        nbytes = parse_bytes(asked, "host_bytes")
     if nbytes > share:
         raise ValueError(
             f"host_bytes={asked!r} is {format_bytes(nbytes)}, more than {_allowance(limit, processes)}. "

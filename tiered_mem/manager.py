@@ -239,7 +239,7 @@ class TieringManager:
             yes_or_no("separable", separable)
         return self._optimizers.register(
             optimizer,
-            bucket_bytes=None if bucket_bytes is None else parse_bytes(bucket_bytes),
+            bucket_bytes=None if bucket_bytes is None else parse_bytes(bucket_bytes, "bucket_bytes"),
             residency=residency,
             separable=separable,
             owner=self,

@@ -15,11 +15,19 @@ _LARGEST = (1 << 63) - 1
 _LONGEST = 40
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "") -> int:
     """A number of bytes, from an int or a string such as "64GiB".
 
-    Raises ValueError below 1, from 8 EiB on, for a fraction of a byte, and for all else.
+    name: what it is the size of, for errors. Raises ValueError below 1, from 8 EiB on, for a fraction of a byte, and
+    for all else.
     """
+    try:
+        return _parsed(size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
+
+
+def _parsed(size: int | str) -> int:
     # Python does not write ints of thousands of digits, and nobody reads those of hundreds.
     if isinstance(size, int) and abs(size) > _LARGEST:
         raise ValueError(

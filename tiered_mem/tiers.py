@@ -72,7 +72,7 @@ def host_tier(
         if (host_bytes, pin, preallocate) != (None, True, None):
             raise ValueError("host_pool comes in place of host_bytes, pin and preallocate: give either it or these")
         return HostTier(host_pool, device, steps_in_flight=steps_in_flight, owned=False)
-    if not isinstance(pin, bool) and pin != "try" and pin not in _SOURCES:
+    if not isinstance(pin, bool) and pin not in ("try", *_SOURCES):
         raise ValueError(f"pin={pin!r} is not known; say True, False, 'try', or one of {', '.join(_SOURCES)}")
     modelled = None if device.kind == "cpu" else offered_host()
     limits = [host_limit(modelled=modelled), memlock_limit() if pin == "locked" else None]
@@ -103,8 +103,8 @@ def disk_tier(
         return None
     return DiskTier(
         spill_dir,
-        capacity=None if spill_bytes is None else parse_bytes(spill_bytes),
-        write_budget=None if spill_write_budget is None else parse_bytes(spill_write_budget),
+        capacity=None if spill_bytes is None else parse_bytes(spill_bytes, "spill_bytes"),
+        write_budget=None if spill_write_budget is None else parse_bytes(spill_write_budget, "spill_write_budget"),
         checksum=spill_checksum,
         drive=offered_drive(),
     )

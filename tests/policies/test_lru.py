@@ -362,7 +362,7 @@ def most_lines(policy: LRUPolicy, num_layers: int) -> int:
 
 def test_sizes_may_be_text() -> None:
     assert vars(LRUPolicy("1KiB", read_ahead="0.5KiB")) == vars(LRUPolicy(1024, read_ahead=512))
-    with pytest.raises(ValueError, match=r"^'plenty' is not a size; "):
+    with pytest.raises(ValueError, match=r"^device_bytes: 'plenty' is not a size; "):
         LRUPolicy("plenty")
     with pytest.raises(ValueError, match=r"^a size must be at least 1 byte, not 0$"):
         LRUPolicy(16, read_ahead=0)

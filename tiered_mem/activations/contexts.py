@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ..arguments import instance, whole_number, yes_or_no
+from ..arguments import instance, items, whole_number, yes_or_no
 from ..device import Device
 from ..policies import ManualPolicy, PlannedPolicy, Policy
 from ..sizes import format_bytes, parse_bytes
@@ -43,7 +43,7 @@ class Contexts:
         """For layers that the user names, or for a model's own."""
         if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
             return self._of_model(layers, layers=repeated_blocks(layers), min_bytes=min_bytes)
-        modules = [instance("layers", layer, torch.nn.Module) for layer in layers]
+        modules = [instance("layers", layer, torch.nn.Module) for layer in items("layers", layers)]
         self._policy.check(len(modules))
         movable = self.movable(modules, min_bytes=min_bytes)
         return OffloadContext(self._activations, modules, movable, whole=False)
@@ -85,7 +85,7 @@ class Contexts:
         """
         weights = (weight for layer in layers for weight in layer.parameters())
         self._device.check_some_here("the parameters of the layers", weights)
-        nbytes = _LARGE if min_bytes is None else parse_bytes(min_bytes)
+        nbytes = _LARGE if min_bytes is None else parse_bytes(min_bytes, "min_bytes")
         if self._disk is not None and self._disk.capacity < nbytes:
             raise ValueError(
                 f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "

@@ -144,7 +144,7 @@ def checksum_by_name(name: str | None) -> Checksum:
 
     Raises ValueError for another name, and ImportError for "xxh3_64" where xxhash is not installed.
     """
-    if name is not None and name not in DIGITS:
+    if name not in (None, *DIGITS):
         raise ValueError(f"{name!r} is no checksum; there are {', '.join(DIGITS)}, and None for the fastest")
     if name in (None, "xxh3_64"):
         try:
