@@ -364,7 +364,7 @@ def test_sizes_may_be_text() -> None:
     assert vars(LRUPolicy("1KiB", read_ahead="0.5KiB")) == vars(LRUPolicy(1024, read_ahead=512))
     with pytest.raises(ValueError, match=r"^device_bytes: 'plenty' is not a size; "):
         LRUPolicy("plenty")
-    with pytest.raises(ValueError, match=r"^device_bytes: a size must be at least 1 byte, not 0$"):
+    with pytest.raises(ValueError, match=r"^read_ahead: a size must be at least 1 byte, not 0$"):
         LRUPolicy(16, read_ahead=0)
     message = r"^read_ahead must be at most device_bytes, which is 1\.0 KiB, not 2\.0 KiB$"
     with pytest.raises(ValueError, match=message):
