@@ -90,6 +90,10 @@ class Rehearsal:
     def plans_spills(self) -> bool:
         return self._policy.plans_spills
 
+    @property
+    def missing(self) -> int:
+        return self._policy.missing
+
     def report(self) -> Report:
         return self._policy.report()
 
