@@ -22,8 +22,8 @@ STAYS = "_tiered_mem_stays"
 _WHOLE = "_tiered_mem_whole"
 
 # min_bytes falls by this factor, where all that is smaller may be so large a part of what is missing; at most to
-# the size of which host memory is made.
-_STEP = 4
+# the size of which host memory is made. In steps that are small it would come too late for the first forward.
+_STEP = 16
 _WORTH = 4
 _LEAST_BYTES = 4 << 10
 
