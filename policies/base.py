@@ -21,8 +21,9 @@ class Policy(Protocol):
 
     One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
     While an attribute `plans_spills` is true, it is told of HostPressure only when nothing under way makes room.
-    An attribute `missing` has the bytes that the device lacks now, though all that could has left: where a context
-    chooses itself from which size on tensors are blocks, smaller ones become blocks then.
+    A method `lacks(nbytes)` says how many bytes the device lacks, if so many come that are no blocks, though all
+    leaves that can: where a context chooses itself from which size on tensors are blocks, smaller ones become blocks
+    then.
 
     What few need is told to those that ask: a policy may have an attribute `asks`, the types among `OnRequest` that
     it is to be told. It is read anew before each event. A policy that is told of what it does not know answers
@@ -182,7 +183,7 @@ class ExactMemory(Memory):
 
 @dataclass(frozen=True, slots=True)
 class MoreBlocks:
-    """From now on smaller tensors are blocks too, as a policy has bytes `missing`. Steps have more of them."""
+    """From now on smaller tensors are blocks too, as the policy `lacks` memory. Steps have more of them."""
 
     graph: int
 

@@ -124,6 +124,7 @@ class PlannedPolicy:
         self._overrun_bytes = 0  # by which steps with plans were above the budget
         self._most = 0  # bytes of the device in this step, and of these the blocks; nothing of it while it is below
         self._most_blocks = 0  # the budget
+        self._most_after = False  # whether backward was through then
         self._kept = 0  # of optimizer states, when the step began
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
         self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
@@ -137,10 +138,9 @@ class PlannedPolicy:
         """The bytes of blocks that it takes to be on the device."""
         return self._player.resident
 
-    @property
-    def missing(self) -> int:
-        """The bytes of the device that the budget lacks now, though all blocks have left that could."""
-        return self._player.missing
+    def lacks(self, nbytes: int) -> int:
+        """The bytes that are too many where so many more come in this step that are no blocks."""
+        return self._player.lacks(nbytes)
 
     @property
     def plans_spills(self) -> bool:
@@ -186,7 +186,7 @@ class PlannedPolicy:
         if peak > self._most:
             self._most = peak
             if peak > self._given:
-                self._most_blocks = self._player.resident
+                self._most_blocks, self._most_after = self._player.resident, self._player.through
         if self._fragments is not None and reserved:
             between = reserved - device + self._fragments // 2
             self._limit = min(self._budget, self._given - between)
@@ -277,7 +277,7 @@ class PlannedPolicy:
             return Cause.SMALL
         if not recording.blocks:
             return Cause.NOTHING
-        if not self._most_blocks and recording.uses:
+        if self._most_after:
             return Cause.AFTER
         if step.table is not None:
             return Cause.PLANNED

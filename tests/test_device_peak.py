@@ -1,4 +1,4 @@
-"""torch's peak of device memory is begun anew while a step is recorded, and true for whoever reads it afterwards."""
+"""torch's peak of device memory begins anew while a step is recorded, and is true for who reads it afterwards."""
 
 from __future__ import annotations
 

@@ -80,6 +80,7 @@ class Rehearsal:
         )
         self.gather_bytes = policy.gather_bytes
         self.check = policy.check
+        self.lacks = policy.lacks
         self.states = policy.states
 
     @property
@@ -89,10 +90,6 @@ class Rehearsal:
     @property
     def plans_spills(self) -> bool:
         return self._policy.plans_spills
-
-    @property
-    def missing(self) -> int:
-        return self._policy.missing
 
     def report(self) -> Report:
         return self._policy.report()

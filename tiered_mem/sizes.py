@@ -18,8 +18,8 @@ _LONGEST = 40
 def parse_bytes(size: int | str, name: str = "") -> int:
     """A number of bytes, from an int or a string such as "64GiB".
 
-    name: what it is the size of, for errors. Raises ValueError below 1, from 8 EiB on, for a fraction of a byte, and
-    for all else.
+    name: what it is the size of, for errors. Raises ValueError below 1, from 8 EiB on, for a fraction of a byte,
+    and for all else.
     """
     try:
         return _parsed(size)

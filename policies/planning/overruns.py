@@ -15,7 +15,7 @@ _log = logging.getLogger("tiered_mem.policies")
 class Cause(Enum):
     """When a step took the most, and why no plan has kept it from that."""
 
-    AFTER = "after its backward, as a rule in the optimizer's step or an evaluation"
+    AFTER = "after the last use of what was saved, as a rule in the optimizer's step or an evaluation"
     SMALL = "tensors below min_bytes filled it, which has fallen by itself: more moves from the next step on"
     NOTHING = "nothing that it saved for backward could move"
     TWICE = "backward came to the same graph more than once, for which there are no plans"

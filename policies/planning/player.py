@@ -41,19 +41,20 @@ class Player:
     step: the one that goes on. limit: the bytes that it may have on the device, with all else. margin: how much of
     these is left free if the plan can do without. varying: how much more in a step whose blocks have other sizes
     than the recorded ones. decided: whether it has become clear what the step is. strange: that it is of no known
-    kind, or longer than any. missing: the bytes that were too many when it last looked, though all that could had
-    left.
+    kind, or longer than any.
     """
 
     def __init__(self, repertoire: Repertoire) -> None:
         self.step: StepUnderWay | None = None
-        self.limit = self.margin = self.varying = self.missing = 0
+        self.limit = self.margin = self.varying = 0
         self.decided = self.strange = False
         self._repertoire = repertoire
         self._whereabouts = Whereabouts()
         self._memory: Memory | None = None
         self._repetition: Repetition | None = None
         self._lru: LRUPolicy | None = None
+        self._missing = 0  # bytes that were too many after the last answer, though all had left that could
+        self._beside = 0  # bytes that are expected beside blocks, where there is no plan
 
     @property
     def room(self) -> int:
@@ -69,6 +70,18 @@ class Player:
         """The bytes of blocks that it takes to be on the device."""
         self._catch_up()
         return self._whereabouts.resident
+
+    def lacks(self, nbytes: int) -> int:
+        """The bytes that are too many where so many more come that are no blocks. A plan knows of all that come."""
+        if self.step is None or self.step.table is not None:
+            return self._missing
+        return max(self._missing, self._beside + nbytes - self.room)
+
+    @property
+    def through(self) -> bool:
+        """Whether backward has used all that the step has saved."""
+        self._catch_up()
+        return self.step is not None and 0 < len(self.step.recording.blocks) <= self.step.recording.uses
 
     def begin(self, number: int) -> None:
         self._whereabouts.begin_step()
@@ -177,7 +190,8 @@ class Player:
             if others is None:
                 return actions
             # What comes next is not known, and may be twice as much as any that came before.
-            return actions + self._guard(others + (0 if step is None else 2 * step.rise), event)
+            self._beside = others + (0 if step is None else 2 * step.rise)
+            return actions + self._guard(self._beside, event)
         advice = step.table.actions(name, step.names)
         if advice or again:
             advice = [*map(Offload, again), *advice]
@@ -215,13 +229,13 @@ class Player:
         over = self._whereabouts.own + beside - self.room
         if step is not None:
             step.spare = min(step.spare, -over)
-        self.missing = 0
+        self._missing = 0
         if over <= 0:
             return []
         in_use = {event.key} if isinstance(event, Used) else set()
         before = self._whereabouts.resident
         actions = self._whereabouts.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
-        self.missing = max(0, over - before + self._whereabouts.resident)
+        self._missing = max(0, over - before + self._whereabouts.resident)
         return actions
 
     def _learning(self, others: int | None) -> LRUPolicy:

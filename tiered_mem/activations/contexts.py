@@ -92,7 +92,7 @@ class Contexts:
                 f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
             )
         stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy | PlannedPolicy))
-        missing = partial(getattr, self._policy, "missing", 0) if min_bytes is None else None
+        lacks = getattr(self._policy, "lacks", None) if min_bytes is None else None
         return Movable(
             self._device,
             layers,
@@ -100,7 +100,7 @@ class Contexts:
             others=others,
             min_bytes=nbytes,
             min_elements=min_elements,
-            missing=missing,
+            lacks=lacks,
         )
 
     def _of_model(

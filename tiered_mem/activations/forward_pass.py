@@ -93,7 +93,7 @@ class ForwardPass:
         self._layer = None
         self._activations.notify(LayerEnd(self.graph, layer))
         small, self._small_before = self._small.nbytes - self._small_before, self._small.nbytes
-        if self._movable.adapt(small, self._expected):
+        if self._movable.adapt(small, self._expected, max(0, self._expected - layer - 1)):
             self._activations.notify(MoreBlocks(self.graph))
         self._min_bytes = self._movable.min_bytes
 

@@ -37,8 +37,8 @@ class Movable:
     others: modules whose weights and buffers, but not those of the modules inside them, stay too.
     min_bytes, min_elements: what is smaller than either stays.
     stayed: counts what does.
-    missing: gives the bytes that the device lacks now, though all has left that could. min_bytes falls then, where
-        that may help. None: it is what it is.
+    lacks: gives the bytes that the device lacks if so many come that stay, though all leaves that can. min_bytes
+        falls then, where that may help. None: it is what it is.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Movable:
         others: Sequence[torch.nn.Module] = (),
         min_bytes: int = 1,
         min_elements: int = 1,
-        missing: Callable[[], int] | None = None,
+        lacks: Callable[[int], int] | None = None,
     ) -> None:
         self.stayed = stayed
-        self._missing = missing
+        self._lacks = lacks
         self._torch_device = device.torch_device
         # Not the modules themselves: a model whose forward keeps this would be kept by it.
         self._places = [[_places_of(module) for module in layer.modules()] for layer in layers]
@@ -63,14 +63,14 @@ class Movable:
         self._known: tuple[object, ...] | None = None
         self._weights: frozenset[int] = frozenset()
 
-    def adapt(self, small: int, layers: int) -> bool:
-        """A layer has ended, of about so many in a forward. Whether min_bytes is less from now on.
+    def adapt(self, small: int, layers: int, left: int) -> bool:
+        """A layer has ended. Whether min_bytes is less from now on.
 
-        small: the bytes that it has saved below min_bytes.
+        small: the bytes that it has saved below min_bytes. layers, left: how many a forward has, and still to come.
         """
-        if self._missing is None or self.min_bytes <= _LEAST_BYTES or not small:
+        if self._lacks is None or self.min_bytes <= _LEAST_BYTES or not small:
             return False
-        missing = self._missing()
+        missing = self._lacks(small * left)
         if missing and _WORTH * small * layers >= missing:
             self.min_bytes = max(_LEAST_BYTES, self.min_bytes // _STEP)
             _log.info(
