@@ -61,6 +61,18 @@ def plain_tensors(thing: Any) -> Iterator[torch.Tensor]:
         yield from plain_tensors(part)
 
 
+def copied(tensor: torch.Tensor, device: str | torch.device | None = None) -> torch.Tensor:
+    """A copy in memory of its own, on the device that is named, or on the tensor's.
+
+    A wrapper's parts are copied: its type need not know how to copy, and may give back the same memory.
+    """
+    apart = take_apart(tensor)
+    if apart is not None:
+        return apart.rebuild([None if part is None else copied(part, device) for part in apart.parts])
+    whole = tensor.detach()
+    return whole.clone() if device is None else whole.to(device, copy=True)
+
+
 def _by_transformer_engine(tensor: Any) -> Apart:
     # prepare_for_saving takes the parts out of the object it is called on: here that is a second handle.
     parts, empty = tensor.detach().prepare_for_saving()

@@ -12,6 +12,7 @@ from ..errors import Closed
 from ..host_tier import HostSlot
 from ..shelf import ParcelState, Shelf
 from ..transfer import Ticket
+from ..wrappers import copied
 from .layout import Field, Param, Path, Splitter, State, StateLayout, fields_of, leaf_at, leaves, on_cpu, put_leaf
 
 # How many buckets a step is ahead with reads from disk.
@@ -87,7 +88,7 @@ class Bucket:
         for state in self.states.values():
             for path, value in leaves(state):
                 if id(value) in ours:
-                    put_leaf(state, path, value.clone())
+                    put_leaf(state, path, copied(value))
         self.drop_flat()
         self.nbytes, self.fields = 0, {}
         for param in self.params:
@@ -99,7 +100,7 @@ class Bucket:
         copies = {param: on_cpu(self.states[param]) for param in self.params if param in self.states}
         for param, field, value in self._values(self.params):
             if cpu is not None and isinstance(value, Absent):
-                put_leaf(copies[param], field.path, field.of(cpu).clone())
+                put_leaf(copies[param], field.path, copied(field.of(cpu)))
         return copies
 
     def leave(

@@ -73,7 +73,7 @@ class Buckets:
 
     def adopt(self) -> None:
         """Takes over the parameters of the optimizer's groups that are new. See `States.adopt`."""
-        self._split.look(())
+        self._split.look()
         self.choice.look_at_groups()
         layouts: dict[Param, StateLayout] = {}
         for group in self._optimizer.param_groups:
@@ -165,7 +165,7 @@ class Buckets:
         self.here = False
         state = self._optimizer.state
         self._order = list(state)
-        self._split.look([bucket.flat for bucket in self.all if bucket.flat is not None])
+        self._split.look()
         renewed: list[Bucket] = []
         for bucket in self.all:
             # What is no dictionary is the optimizer's own business.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 
 from ..device import Device
-from ..wrappers import Rebuild, take_apart
+from ..wrappers import Rebuild, copied, take_apart
 
 Param = torch.Tensor
 State = dict[Any, Any]
@@ -65,7 +65,11 @@ class Part(NamedTuple):
     stride: tuple[int, ...]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.offset : self.offset + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+        """The tensor over a bucket's bytes, which are all of its storage: torch saves no two types of one."""
+        start = int(flat.storage_offset()) + self.offset
+        storage = flat.untyped_storage()[start : start + self.nbytes]
+        empty = torch.empty(0, dtype=self.dtype, device=flat.device)
+        return empty.set_(storage, 0, self.shape, self.stride)
 
     @property
     def end(self) -> int:
@@ -139,7 +143,7 @@ class Splitter:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def look(self, flats: Iterable[torch.Tensor]) -> None:
+    def look(self) -> None:
         """Looks at the tensors of the optimizer as they are now. See `OwnTensors`."""
 
     def __call__(self, value: object) -> Pieces | None:
@@ -228,14 +232,14 @@ def on_cpu(value: Any, done: Collection[int] = ()) -> Any:
     """
     copies: dict[int, torch.Tensor] = {}
 
-    def copied(each: torch.Tensor) -> torch.Tensor:
+    def copy_of(each: torch.Tensor) -> torch.Tensor:
         if id(each) in done:
             return each
         if id(each) not in copies:
-            copies[id(each)] = each.detach().to("cpu", copy=True)
+            copies[id(each)] = copied(each, "cpu")
         return copies[id(each)]
 
-    return with_tensors(value, copied)
+    return with_tensors(value, copy_of)
 
 
 def with_tensors(value: Any, replaced: Callable[[Any], Any], kinds: tuple[type, ...] = (torch.Tensor,)) -> Any:

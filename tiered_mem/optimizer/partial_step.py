@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..wrappers import copied
 from .layout import Param, State
 
 
@@ -88,7 +89,7 @@ class _Kept:
         self._tensor = tensor
         self._version = tensor._version
         self._after: torch.Tensor | None = None
-        self._copy = tensor.detach().clone()
+        self._copy = copied(tensor)
 
     def restore(self) -> None:
         """To what it was before the step."""
@@ -101,7 +102,7 @@ class _Kept:
         """Whether it has been changed as in the call before, if it was."""
         if self._tensor._version == self._version:
             return self._after is None
-        before, self._after = self._after, self._tensor.detach().clone()
+        before, self._after = self._after, copied(self._tensor)
         return before is None or torch.equal(before, self._after)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..device import Device
-from ..wrappers import plain_tensors
+from ..wrappers import copied, plain_tensors
 from .bucket import Bucket
 from .layout import Param, Splitter, State, gathered, leaf_at, leaves, with_tensors
 from .partial_step import NeedsAll, PartialStep, bare_step
@@ -229,7 +229,7 @@ def _step_both(
             states = {param: apart.state[param]} if param in apart.state else {}
             stepped = partial.step([param], states, ())
             # As tensors that have been away: they are others.
-            apart.state.update(with_tensors(stepped, lambda each: each.detach().clone()))
+            apart.state.update(with_tensors(stepped, copied))
     return True
 
 

@@ -6,8 +6,8 @@ import contextlib
 import logging
 import random
 import sys
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Set
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..device import Device
-from ..wrappers import plain_tensors
+from ..wrappers import copied, plain_tensors
 from .layout import Param, Pieces, Splitter, State, StateLayout, contents, layout_of, spread_of, with_tensors
 from .partial_step import NeedsAll, bare_step
 
@@ -162,44 +162,26 @@ class OwnTensors(Splitter):
     def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(device)
         self._optimizer = optimizer
-        self._shared: Set[tuple[int, int]] = frozenset()
-        self._flats: Set[int] = frozenset()
+        self._shared: Set[int] = frozenset()
 
-    def look(self, flats: Iterable[torch.Tensor]) -> None:
-        """Finds out what is shared now. flats: the memory of buckets here, in which tensors lie side by side."""
-        self._flats = {_storage(flat) for flat in flats}
+    def look(self) -> None:
+        """Finds out what is shared now."""
         grads = [param.grad for param in params_of(self._optimizer)]
-        ranges = [
-            self._range(part)
+        users = Counter(
+            _storage(part)
             for value in contents([vars(self._optimizer), grads])
             if isinstance(value, torch.Tensor)
             for part in plain_tensors(value)
             if part.layout is torch.strided and part.nbytes
-        ]
-        ranges.sort()
-        shared = set()
-        last = (-1, -1, -1)
-        for each in ranges:
-            if each[0] == last[0] and each[1] < last[2]:
-                shared |= {each[:2], last[:2]}
-            last = max(last, each, key=lambda one: (one[0], one[2]))
-        self._shared = shared
+        )
+        self._shared = {storage for storage, count in users.items() if count > 1}
 
     def __call__(self, value: object) -> Pieces | None:
         pieces = super().__call__(value)
         return pieces if pieces is not None and all(map(self._alone, pieces.tensors)) else None
 
     def _alone(self, tensor: torch.Tensor) -> bool:
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return (whole or _storage(tensor) in self._flats) and self._range(tensor)[:2] not in self._shared
-
-    def _range(self, tensor: torch.Tensor) -> tuple[int, int, int]:
-        """The storage, and the bytes of it that the tensor is about: all of them, but for a bucket's memory."""
-        storage = _storage(tensor)
-        if storage not in self._flats:
-            return storage, 0, max(tensor.untyped_storage().nbytes(), 1)
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        return storage, start, start + tensor.nbytes
+        return tensor.untyped_storage().nbytes() == tensor.nbytes and _storage(tensor) not in self._shared
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -231,7 +213,7 @@ def _cloned(value: Any) -> Any:
 
     def clone(each: Any) -> Any:
         if isinstance(each, torch.Tensor):
-            return each if isinstance(each, torch.nn.Parameter) else each.detach().clone()
+            return each if isinstance(each, torch.nn.Parameter) else copied(each)
         if isinstance(each, torch.Generator):
             return torch.Generator(each.device).set_state(each.get_state())
         return deepcopy(each)
