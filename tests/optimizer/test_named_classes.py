@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
 
 import tiered_mem
 from tests.models import small_stack
+from tests.optimizer.strange_optimizers import Noisy
 from tiered_mem import TieringManager, optim
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 
@@ -60,3 +62,66 @@ def test_the_error_of_the_optimizer_is_the_users_to_see(device: str, manager: Ti
     model, _ = small_stack(1, device)
     with pytest.raises(ValueError, match="Invalid learning rate"):
         optim.tiered(torch.optim.AdamW, manager=lambda: manager)(model.parameters(), lr=-1.0)
+
+
+class Rescaling:
+    """Scales the gradients to a norm of its own before each step, and chooses `lr` itself."""
+
+    def __init__(self, params: Any, norm: float = 1e-3, **options: Any) -> None:
+        super().__init__(params, lr=0.1, **options)  # type: ignore[call-arg]
+        self.norm = norm
+
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
+        torch.nn.utils.clip_grad_norm_(params, self.norm)
+        return super().step(closure)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW, Noisy], ids=lambda base: base.__name__)
+def test_what_is_derived_from_one_keeps_its_init_and_its_step(
+    base: type[torch.optim.Optimizer], device: str, manager: TieringManager
+) -> None:
+    results = []
+    for parent in (base, optim.tiered(base, manager=lambda: manager)):
+        kind: Any = type("Rescaled", (Rescaling, parent), {})
+        torch.manual_seed(0)
+        model, x = small_stack(2, device)
+        optimizer = kind(model.parameters(), norm=1e-2)
+        results.append(train(optimizer, model, x))
+    assert isinstance(optimizer, TieredOptimizer)
+    assert optimizer.at_once
+    assert (type(optimizer.wrapped), optimizer.wrapped.norm) == (kind, 1e-2)  # type: ignore[attr-defined]
+    assert all(map(torch.equal, *results))
+
+
+def test_what_is_derived_from_one_takes_the_arguments_of_registration(device: str, manager: TieringManager) -> None:
+    """From its user, whose word counts most, or from its own __init__."""
+    sgd: Any = optim.tiered(torch.optim.SGD, manager=lambda: manager)
+
+    class Slow(sgd):  # type: ignore[misc]
+        def __init__(self, params: Any, lr: float = 1e-4, **options: Any) -> None:
+            super().__init__(params, lr=lr, separable=True, residency="device-until-offload", **options)
+
+    class Named(Slow):
+        def __init__(self, params: Any, separable: bool | None = None) -> None:
+            super().__init__(params)
+            self.word = separable
+
+    def made(kind: Any, **options: Any) -> Any:
+        return kind([torch.nn.Parameter(torch.ones(4, device=device))], **options)
+
+    slow = made(Slow)
+    assert (slow.at_once, slow.states.buckets.away) == (False, False)
+    slow = made(Slow, separable=False, residency="host")
+    assert (slow.at_once, slow.states.buckets.away) == (True, True)
+    assert made(Named, separable=False).wrapped.word is False
+    arguments = inspect.signature(Slow).parameters
+    assert list(arguments) == ["params", "lr", "bucket_bytes", "residency", "separable", "options"]
+    assert arguments["lr"].default == 1e-4
+
+
+def test_of_what_is_derived_from_one_the_word_is_tried_out(device: str, manager: TieringManager) -> None:
+    kind: Any = type("Rescaled", (Rescaling, optim.tiered(torch.optim.SGD, manager=lambda: manager)), {})
+    model, _ = small_stack(2, device)
+    with pytest.raises(ValueError, match="Rescaled needs all its parameters at once"):
+        kind(model.parameters(), separable=True)
