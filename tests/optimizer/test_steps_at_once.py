@@ -288,7 +288,7 @@ def test_steps_are_made_inside_of_present(device: str, make_tiered: MakeTiered) 
         ):
             with pytest.raises(RuntimeError, match=r"inside of present\(\)"):
                 move()
-    assert not wrapped.state
+    assert not tiered.states.buckets.here
     train(tiered, params, [3])
     assert not differences(outcome(plain, expected), outcome(tiered, params))
 

@@ -13,7 +13,20 @@ from ..host_tier import HostSlot
 from ..shelf import ParcelState, Shelf
 from ..transfer import Ticket
 from ..wrappers import copied
-from .layout import Field, Param, Path, Splitter, State, StateLayout, fields_of, leaf_at, leaves, on_cpu, put_leaf
+from .layout import (
+    Field,
+    Param,
+    Path,
+    Splitter,
+    State,
+    StateLayout,
+    fields_of,
+    leaf_at,
+    leaves,
+    on_cpu,
+    put_leaf,
+    with_tensors,
+)
 
 # How many buckets a step is ahead with reads from disk.
 _AHEAD = 3
@@ -102,6 +115,17 @@ class Bucket:
             if cpu is not None and isinstance(value, Absent):
                 put_leaf(copies[param], field.path, copied(field.of(cpu)))
         return copies
+
+    def copy_of(self, param: Param, device: torch.device) -> State:
+        """A copy of one parameter's state. What is away comes to the device. Waits. Raises what `copies` does."""
+        state: State = with_tensors(self.states[param], copied)
+        away = [field for _, field, value in self._values([param]) if isinstance(value, Absent)]
+        if away and self.residence is not None:
+            start, end = away[0].span[0], away[-1].span[1]
+            cpu = self.residence.copy_out(start, end)
+            for field in away:
+                put_leaf(state, field.path, copied(field.after(-start).of(cpu), device))
+        return state
 
     def leave(
         self, host: HostSlot, changed: Set[Param], split: Splitter
@@ -252,13 +276,16 @@ class Residence:
         if self._parcel.state is not ParcelState.DROPPED:
             self._shelf.drop(self._parcel)
 
-    def copy_out(self) -> torch.Tensor:
-        """The bytes as of the last `leave`: a uint8 tensor in pageable memory. Waits. Raises what `take` does."""
+    def copy_out(self, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """The bytes as of the last `leave`: a uint8 tensor in pageable memory. Waits. Raises what `take` does.
+
+        start, end: of a part of them.
+        """
         slot = self.take()
         try:
             if self.ticket is not None:
                 self.ticket.wait()
-            return slot.tensor.clone()
+            return slot.tensor[start:end].clone()
         finally:
             self.leave(None)
 

@@ -242,6 +242,11 @@ class Buckets:
             bucket.close()
 
     @property
+    def device(self) -> torch.device:
+        """Where states are in a step."""
+        return self._device.torch_device
+
+    @property
     def nbytes(self) -> int:
         """What all states take that can move."""
         return sum(bucket.nbytes for bucket in self.all)

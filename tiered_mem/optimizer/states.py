@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -12,11 +13,13 @@ import torch
 
 from ..errors import Closed, InterruptedStep
 from ..interrupts import interruptible, uninterrupted
+from ..wrappers import copied
 from .backward_watch import BackwardWatch
 from .bucket import fetch_ahead
 from .buckets import Buckets
-from .layout import Param, State, on_cpu
+from .layout import Param, State, contents, on_cpu, with_tensors
 from .partial_step import bare_step
+from .resting import StatePlace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +54,8 @@ class States:
         self.closure_first = buckets.choice.closure_first
         self.version = 0
         self._closed = False
+        self._lent = False
+        self._place = StatePlace(optimizer, self)
         self._watch = BackwardWatch(self._prefetch)
 
     @_alone
@@ -62,15 +67,18 @@ class States:
         """
         self._not_inside("have new parameters")
         self.version += 1
-        self.buckets.adopt()
+        with self._in_place():
+            self.buckets.adopt()
+            self._place.taken = True
         if self.buckets.away:
             self._learn()
 
     @_alone
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None, options: dict[str, Any] | None = None) -> Any:
         """One step of the optimizer, and what that returns where it is made at once.
 
-        closure: is the optimizer's to call, which makes the step at once.
+        closure: is the optimizer's to call, which makes the step at once. options: what else its step takes, which
+        does, too.
 
         Raises InterruptedStep if it ends in the middle, and at every call after that. A step at once raises what
         the optimizer alone does, and leaves the same behind.
@@ -80,11 +88,13 @@ class States:
         if not buckets.here:
             self._adopt_unknown()
         in_place = buckets.here or not buckets.away
-        if in_place or closure is not None or buckets.choice.at_once_now(buckets.all):
+        if in_place or closure is not None or options or buckets.choice.at_once_now(buckets.all):
             with self.present():
-                return bare_step(self._optimizer)(*([] if closure is None else [_interruptible(closure)]))
+                arguments = [] if closure is None else [_interruptible(closure)]
+                return bare_step(self._optimizer)(*arguments, **options or {})
         self.version += 1
-        buckets.step()
+        with self._in_place():
+            buckets.step()
         self.poll()
         self._learn()
         return None
@@ -98,21 +108,32 @@ class States:
         """
         with self._lock:
             self.check()
-            if self.buckets.here:
+            with self._leaving():
+                self._bring()
                 yield
-                return
-            self._adopt_unknown()
-            self.buckets.bring()
-            self.version += 1
+
+    @contextlib.contextmanager
+    @uninterrupted
+    def lent(self) -> Iterator[None]:
+        """Inside, a look into the optimizer's `state` has `present` begin, which ends here.
+
+        Raises what `check` does.
+        """
+        with self._lock:
+            self.check()
+            before, self._lent = self._lent, True
             try:
-                yield
+                with self._leaving():
+                    yield
             finally:
-                self.version += 1
-                if not self._closed:
-                    self.buckets.take_over()
-            if self.buckets.away:
-                self.poll()
-                self._learn()
+                self._lent = before
+
+    @_alone
+    def lent_out(self) -> dict[Any, Any] | None:
+        """The optimizer's own `state`, where it may be changed now: inside of `present` and `lent`."""
+        if self._lent:
+            self._bring()
+        return self._place.own if self.buckets.here else None
 
     def poll(self) -> None:
         """Goes on with files: writes what can be written by now, and reads what the next step begins with.
@@ -171,28 +192,47 @@ class States:
         self.buckets.reload()
 
     @_alone
-    def snapshot(self) -> dict[Any, Any]:
-        """Copies of all states by parameter, and of what else the optimizer keeps, in pageable memory."""
+    def snapshot(self) -> dict[str, Any]:
+        """What the optimizer's own `state_dict` makes of copies, all in pageable memory."""
         self.check()
+        self._adopt_loaded()
         self.buckets.drop_prefetch()
-        whole: dict[Any, Any] = {key: on_cpu(value) for key, value in self._optimizer.state.items()}
+        optimizer, rest = self._optimizer, self._optimizer.state
+        whole: dict[Any, Any] = {key: on_cpu(value) for key, value in self._place.own.items()}
         for bucket in self.buckets.all:
             whole |= bucket.copies()
-        return whole
+        try:
+            optimizer.state = defaultdict(dict, whole)
+            # Whatever else it may keep, such as a learning rate that is a tensor.
+            packed: dict[str, Any] = on_cpu(optimizer.state_dict(), set(map(id, contents(whole))))
+        finally:
+            optimizer.state = rest
+        return packed
 
     def keys(self) -> list[Any]:
         """What has a state: parameters, for the most part."""
-        return [*self._optimizer.state, *(param for bucket in self.buckets.all for param in bucket.states)]
+        return [*self._place.own, *(param for bucket in self.buckets.all for param in bucket.states)]
 
     @_alone
-    def copies_with(self, key: Any) -> dict[Any, State]:
-        """The states of the bucket that a parameter is in, as in `snapshot`; its own is empty if it has none."""
+    def copy_of(self, key: Any) -> Any:
+        """A copy of a parameter's state where it is in a step, or of what else the optimizer keeps."""
         self.check()
         self.buckets.drop_prefetch()
         for bucket in self.buckets.all:
             if key in bucket.states:
+                return bucket.copy_of(key, self.buckets.device)
+        return with_tensors(self._place.own.get(key, {}), copied)
+
+    @_alone
+    def copies_with(self, key: Any) -> dict[Any, State]:
+        """Copies of the states of the bucket that a parameter is in, in pageable memory; its own may be empty."""
+        self.check()
+        self._adopt_loaded()
+        self.buckets.drop_prefetch()
+        for bucket in self.buckets.all:
+            if key in bucket.states:
                 return bucket.copies()
-        return {key: on_cpu(self._optimizer.state.get(key, {}))}
+        return {key: on_cpu(self._place.own.get(key, {}))}
 
     @_alone
     def load(self, load: Callable[[Sequence[Param]], None], at_once: bool) -> None:
@@ -210,7 +250,13 @@ class States:
         self._not_inside("be loaded")
         buckets.drop_prefetch()
         self._adopt_unknown()
-        before = self._optimizer.state
+        with self._in_place():
+            self._load(load, at_once)
+        buckets.choice.look_at_groups()
+        buckets.broken = None
+
+    def _load(self, load: Callable[[Sequence[Param]], None], at_once: bool) -> None:
+        buckets, before = self.buckets, self._optimizer.state
         loaded = 0
         try:
             load([param for bucket in buckets.all for param in bucket.params] if at_once or self.at_once else [])
@@ -232,8 +278,6 @@ class States:
             raise
         self._optimizer.state.clear()
         self._optimizer.state.update(others)
-        buckets.choice.look_at_groups()
-        buckets.broken = None
 
     def check(self) -> None:
         """Raises Closed or InterruptedStep where the states cannot be used."""
@@ -252,8 +296,7 @@ class States:
         """
         self.check()
         self._not_inside("be given back")
-        self._adopt_unknown()
-        self.buckets.bring()
+        self._bring()
         self.close()
 
     @_alone
@@ -269,7 +312,52 @@ class States:
     def _usable(self) -> bool:
         return self.buckets.broken is None and not self._closed
 
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Inside, the optimizer has its own dictionary for a `state`; and afterwards, if the states are here."""
+        self._place.give_back()
+        try:
+            yield
+        finally:
+            if not self.buckets.here:
+                self._place.take()
+
+    def _bring(self) -> None:
+        if not self.buckets.here:
+            self._adopt_unknown()
+            with self._in_place():
+                self.buckets.bring()
+            self.version += 1
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """States that are brought inside leave the device afterwards."""
+        if self.buckets.here:
+            yield
+            return
+        try:
+            yield
+        finally:
+            if brought := self.buckets.here:
+                self.version += 1
+                if not self._closed:
+                    with self._in_place():
+                        self.buckets.take_over()
+        if brought and self.buckets.away:
+            self.poll()
+            self._learn()
+
+    def _adopt_loaded(self) -> None:
+        """Takes over what somebody has loaded into the optimizer itself."""
+        if self._place.has_other and not self.buckets.here:
+            self.version += 1
+            with self._in_place():
+                self.buckets.drop_prefetch()
+                self.buckets.renew_all()
+            self.buckets.choice.look_at_groups()
+
     def _adopt_unknown(self) -> None:
+        self._adopt_loaded()
         known = self.buckets.known
         if any(param not in known for group in self._optimizer.param_groups for param in group["params"]):
             self.adopt()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, defaultdict
+import functools
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, overload
@@ -11,7 +13,7 @@ from typing import Any, NoReturn, overload
 import torch
 
 from ..interrupts import uninterrupted
-from .layout import Param, State, contents, on_cpu
+from .layout import Param, State, on_cpu
 from .misuse import StepCheck
 from .states import States
 from .trial import HOOKS
@@ -26,7 +28,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     `state` gives copies, in which changes are of no effect; so does `state_dict`, in the format of the other
     optimizer. These are on the CPU, and take no device memory.
+
+    Whatever else the other optimizer has is here, too: `train()`, `eval()`, a rate of its own. Its methods find all
+    states on the device if they look for any.
     """
+
+    # A fused optimizer would divide by the scaler's factor itself, which it does not hear of in a step of parts.
+    _step_supports_amp_scaling = False
 
     def __init__(self, wrapped: torch.optim.Optimizer, states: States, manager: object, check: StepCheck) -> None:
         # As an optimizer that comes out of a pickle. What torch adds to the defaults is not for the other one.
@@ -120,13 +128,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         return _Copies(self._states)
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, **options: Any) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float], **options: Any) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
         """One step of the wrapped optimizer, which calls the closure as often as it does without this.
 
-        Returns what the closure or the optimizer does.
+        options: what else its step takes. With any the step is made at once. Returns what the closure or the
+        optimizer does.
 
         Raises InterruptedStep, with the cause, where it ends after some parameters have been stepped, and
         ValueError where the parameters are the model's no more.
@@ -134,8 +143,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._states.check()
         self._check.look(has_gradients=closure is None)
         loss = None
-        if closure is None:
-            loss = self._states.step()
+        if closure is None or options:
+            loss = self._states.step(closure, options)
         elif self._states.closure_first:
             with torch.enable_grad():
                 loss = closure()
@@ -171,14 +180,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        wrapped, rest = self._wrapped, self._wrapped.state
-        try:
-            wrapped.state = defaultdict(dict, self._states.snapshot())
-            copied = list(contents(wrapped.state))
-            # Whatever else it may keep, such as a learning rate that is a tensor.
-            packed: dict[str, Any] = on_cpu(wrapped.state_dict(), set(map(id, copied)))
-        finally:
-            wrapped.state = rest
+        packed = self._states.snapshot()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             packed = _or(post_hook(self, packed), packed)
         return packed
@@ -216,6 +218,31 @@ class TieredOptimizer(torch.optim.Optimizer):
         chosen = {name_of.get(param) for param in params} | (saved.keys() - names)
         some = {name: on_cpu(state) for name, state in saved.items() if name in chosen}
         self._wrapped.load_state_dict({**state_dict, "state": some})
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapped optimizer has beside torch's interface."""
+        wrapped = vars(self).get("_wrapped")
+        if wrapped is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(wrapped, name)
+        if not (inspect.ismethod(value) and value.__self__ is wrapped):
+            return value
+
+        @functools.wraps(value)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._states.lent():
+                return value(*args, **kwargs)
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is the wrapped optimizer's is set there."""
+        wrapped = vars(self).get("_wrapped")
+        ours = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if ours or wrapped is None or not hasattr(wrapped, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(wrapped, name, value)
 
     def __repr__(self) -> str:
         return f"Tiered{self._wrapped!r}"
