@@ -245,9 +245,11 @@ def test_a_step_takes_as_much_device_memory_as_is_said(device: str, make_tiered:
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("separable", [None, True])
+@pytest.mark.parametrize("present", [False, True])
 def test_what_an_optimizer_does_beside_its_steps(
-    separable: bool | None, residency: str, device: str, make_tiered: MakeTiered
+    present: bool, separable: bool | None, residency: str, device: str, make_tiered: MakeTiered
 ) -> None:
+    """By a method of its own, or inside of present()."""
     results: list[list[Outcome]] = []
     for tier in (False, True):
         params = make_params(device)
@@ -258,7 +260,7 @@ def test_what_an_optimizer_does_beside_its_steps(
         for step in range(6):
             train(optimizer, params, [step])
             for training in (False, True):
-                if tier:
+                if tier and present:
                     with optimizer.present() as wrapped:
                         wrapped.switch(training)
                 else:

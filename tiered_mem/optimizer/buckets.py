@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -151,9 +152,7 @@ class Buckets:
         for bucket in self.all:
             everything |= bucket.states
         state.clear()
-        # Somebody may walk over them, and draw a random number for each.
-        state.update((key, everything.pop(key)) for key in self._order if key in everything)
-        state.update(everything)
+        state.update((key, everything[key]) for key in self.in_order(everything))
         self.here = True
         self.residences.step_begins()
 
@@ -240,6 +239,12 @@ class Buckets:
         self.drop_prefetch()
         for bucket in self.all:
             bucket.close()
+
+    def in_order(self, keys: Iterable[Any]) -> list[Any]:
+        """As the optimizer has them by itself: somebody may walk over them, and draw a random number for each."""
+        left = dict.fromkeys(keys)
+        known = chain(self._order, (param for group in self._optimizer.param_groups for param in group["params"]))
+        return list(dict.fromkeys(chain((key for key in known if key in left), left)))
 
     @property
     def device(self) -> torch.device:

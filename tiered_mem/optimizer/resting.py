@@ -79,7 +79,9 @@ class RestingState(MutableMapping[Any, State]):
         return key in set(self._alive().keys())  # a list would compare tensors by their values
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._alive().keys())
+        states = self._alive()
+        lent = states.lent_out()
+        return iter(states.keys() if lent is None else lent)
 
     def __len__(self) -> int:
         return len(self._alive().keys())

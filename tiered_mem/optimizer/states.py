@@ -210,8 +210,9 @@ class States:
         return packed
 
     def keys(self) -> list[Any]:
-        """What has a state: parameters, for the most part."""
-        return [*self._place.own, *(param for bucket in self.buckets.all for param in bucket.states)]
+        """What has a state, parameters for the most part, in the order in which the optimizer has them."""
+        self.check()
+        return self.buckets.in_order([*self._place.own, *(key for each in self.buckets.all for key in each.states)])
 
     @_alone
     def copy_of(self, key: Any) -> Any:
