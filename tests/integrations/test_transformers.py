@@ -21,6 +21,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.optimization import Adafactor, AdafactorSchedule
 
 from tests.integrations.peak import peak_of
 from tiered_mem.integrations.transformers import TieringCallback, enable
@@ -172,6 +173,48 @@ def test_resume_in_all_directions(tmp_path: Path, first: str, second: str) -> No
     assert_same(outcome(made(first)), expected)
     resumed = outcome(made(second), resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(resumed, expected)
+
+
+@pytest.mark.parametrize("how", ["callback", "enable"])
+def test_schedule_free_trains_and_is_evaluated_and_saved_at_its_average(tmp_path: Path, how: str) -> None:
+    """The Trainer switches it, by methods that torch's optimizers do not have."""
+    pytest.importorskip("schedulefree", reason="make test-integrations installs it")
+    arguments = {
+        "optim": "schedule_free_adamw",
+        "lr_scheduler_type": "constant",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+
+    def run(folder: Path, *callbacks: TrainerCallback) -> tuple[Outcome, list[float]]:
+        made = trainer(folder, *callbacks, **arguments)
+        if how == "enable" and folder.name == "tiered":
+            enable(made, optimizer="host", policy=LayerOrderPolicy(), **OPTIONS)
+        result = outcome(made)
+        return result, [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+
+    expected, evaluated = run(tmp_path / "plain")
+    found, tiered = run(tmp_path / "tiered", *([callback(optimizer="host")] if how == "callback" else []))
+    assert_same(found, expected)
+    assert tiered == evaluated
+    saved = [tmp_path / name / "checkpoint-2" / "model.safetensors" for name in ("plain", "tiered")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+
+
+def test_a_scheduler_that_reads_the_state_of_its_optimizer(tmp_path: Path) -> None:
+    def run(*callbacks: TrainerCallback) -> tuple[Outcome, list[float]]:
+        made = trainer(tmp_path, *callbacks)
+        made.optimizer = Adafactor(made.model.parameters(), warmup_init=True)
+        made.lr_scheduler = AdafactorSchedule(made.optimizer)
+        result = outcome(made)
+        return result, [float(entry["learning_rate"]) for entry in made.state.log_history if "loss" in entry]
+
+    expected, rates = run()
+    found, tiered = run(callback(optimizer="host"))
+    assert_same(found, expected)
+    assert tiered == rates
 
 
 def test_enable_tells_all_that_report(tmp_path: Path) -> None:
