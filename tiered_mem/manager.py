@@ -180,17 +180,23 @@ class TieringManager:
         """
         return self.contexts.of_layers(layers, min_bytes=min_bytes)
 
-    def attach(self, model: torch.nn.Module, *, min_bytes: int | str | None = None) -> Attachment:
+    def attach(
+        self,
+        model: torch.nn.Module,
+        *,
+        layers: Iterable[torch.nn.Module] | None = None,
+        min_bytes: int | str | None = None,
+    ) -> Attachment:
         """From now on each forward of the model that trains runs in an offload context of its own.
 
         That is each call of the model in training mode with gradients on, by any thread. Its repeated blocks are
-        taken as by `offload_context(model)`. Attach the model before others wrap or compile it. After `close` its
-        forwards run as if it were not attached. min_bytes is as for `offload_context`.
+        taken as by `offload_context(model)`, or `layers` of it. Attach the model before others wrap or compile it.
+        After `close` its forwards run as if it were not attached. min_bytes is as for `offload_context`.
 
         Returns a handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
         Raises ValueError as `offload_context` does, and for a model that is attached already.
         """
-        return self.contexts.attach(model, min_bytes=min_bytes)
+        return self.contexts.attach(model, layers=layers, min_bytes=min_bytes)
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str | None = None, variable_depth: bool = True

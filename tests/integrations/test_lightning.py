@@ -46,11 +46,16 @@ class Module(pl.LightningModule):
 
 
 def fit(
-    folder: Path, device: str, *callbacks: pl.Callback, resume: Path | None = None, **arguments: Any
+    folder: Path,
+    device: str,
+    *callbacks: pl.Callback,
+    resume: Path | None = None,
+    module: type[Module] = Module,
+    **arguments: Any,
 ) -> tuple[Outcome, pl.Trainer]:
     """The losses and the weights after six steps, the same each time; and the trainer. resume: a checkpoint."""
     torch.manual_seed(0)
-    module = Module()
+    model = module()
     data = torch.utils.data.DataLoader(torch.randn(24, 128, 64).unbind(), batch_size=4)
     trainer = pl.Trainer(
         accelerator=NPUAccelerator() if device.startswith("npu") else "auto",
@@ -63,8 +68,8 @@ def fit(
         callbacks=list(callbacks),
         **{"enable_checkpointing": False, **arguments},
     )
-    trainer.fit(module, data, ckpt_path=None if resume is None else str(resume))
-    return (module.losses, {name: value.cpu() for name, value in module.state_dict().items()}), trainer
+    trainer.fit(model, data, ckpt_path=None if resume is None else str(resume))
+    return (model.losses, {name: value.cpu() for name, value in model.state_dict().items()}), trainer
 
 
 def callback(**more: Any) -> TieringCallback:
@@ -84,7 +89,7 @@ def test_losses_and_weights_are_those_of_the_plain_fit(
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *rest: Any) -> None:
-            manager = tiering._manager
+            manager = tiering._tiering.current
             assert manager is not None
             moved = int(manager.stats()["offloaded.blocks.total"])
             seen.append((isinstance(trainer.strategy.optimizers[0], TieredOptimizer), moved))
@@ -100,6 +105,43 @@ def test_losses_and_weights_are_those_of_the_plain_fit(
     assert 0 < seen[0][1] < seen[-1][1]
     assert type(trainer.optimizers[0]) is torch.optim.AdamW
     assert trainer.optimizers[0].state
+
+
+class Unlike(Module):
+    """Its layers are in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.first, self.model.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        model: Any = self.model
+        loss: torch.Tensor = model.second(model.first(batch).relu()).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize("layers", [None, "model.first"])
+def test_a_module_without_repeated_blocks(
+    tmp_path: Path, device: str, layers: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its activations stay, which is told, unless the callback is told of layers. The optimizer is tiered."""
+    moved = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *rest: Any) -> None:
+            manager = tiering._tiering.current
+            assert manager is not None
+            moved.append(int(manager.stats()["offloaded.blocks.total"]))
+
+    expected, _ = fit(tmp_path, device, module=Unlike)
+    tiering = callback(optimizer="host", layers=layers)
+    found, _ = fit(tmp_path, device, tiering, Look(), module=Unlike)
+    assert found[0] == expected[0]
+    assert all(torch.equal(value, found[1][name]) for name, value in expected[1].items())
+    assert (moved[-1] > 0) == (layers is not None)
+    assert ("the layers of Unlike are unknown" in caplog.text) == (layers is None)
 
 
 def test_resume_in_all_directions(tmp_path: Path, device: str) -> None:

@@ -217,6 +217,47 @@ def test_a_scheduler_that_reads_the_state_of_its_optimizer(tmp_path: Path) -> No
     assert tiered == rates
 
 
+class Unlike(torch.nn.Module):
+    """Two layers that are not alike, in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(32, 64)
+        self.second = torch.nn.Linear(64, 1)
+
+    def forward(self, input_ids: torch.Tensor, **rest: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.second(self.first(input_ids.float() / 64).relu()).square().mean()}
+
+
+@pytest.mark.parametrize("layers", [None, "first", "modules"])
+def test_a_model_without_repeated_blocks(
+    tmp_path: Path, layers: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its activations stay, which is told, unless the callback is told of layers. The optimizer is tiered."""
+
+    def run(*callbacks: TrainerCallback, model: torch.nn.Module) -> tuple[Outcome, Trainer]:
+        made = trainer(tmp_path, *callbacks)
+        made.model = made.model_wrapped = model.to(made.args.device)
+        return outcome(made), made
+
+    expected, _ = run(model=Unlike())
+    model = Unlike()
+    named: Any = [model.first, model.second] if layers == "modules" else layers
+    found, made = run(callback(optimizer="host", layers=named), model=model)
+    assert_same(found, expected)
+    assert (made.state.log_history[-2]["tiered/offloaded_gib"] > 0) == (layers is not None)
+    assert made.state.log_history[-2]["tiered/host_peak_gib"] > 0
+    said = [each.message for each in caplog.records if "activations stay" in each.message]
+    assert len(said) == (layers is None)
+    assert all("the layers of Unlike are unknown" in each and "TieringCallback(layers=" in each for each in said)
+
+
+def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"layers='model\.blocks' is no module of LlamaForCausalLM"):
+        trainer(tmp_path, callback(layers="model.blocks")).train()
+
+
 def test_enable_tells_all_that_report(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
 

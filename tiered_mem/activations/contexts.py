@@ -48,13 +48,22 @@ class Contexts:
         movable = self.movable(modules, min_bytes=min_bytes)
         return OffloadContext(self._activations, modules, movable, whole=False)
 
-    def attach(self, model: torch.nn.Module, *, min_bytes: int | str | None) -> Attachment:
+    def attach(
+        self,
+        model: torch.nn.Module,
+        *,
+        layers: Iterable[torch.nn.Module] | None = None,
+        min_bytes: int | str | None,
+    ) -> Attachment:
         """For each forward of a model."""
         instance("model", model, torch.nn.Module)
         if is_attached(model):
             raise ValueError(f"this {type(model).__name__} is attached already: remove() that attachment first")
-        layers = repeated_blocks(model)
-        return Attachment(model, partial(self._of_model, layers=layers, min_bytes=min_bytes))
+        if layers is None:
+            named = repeated_blocks(model)
+        else:
+            named = [instance("layers", layer, torch.nn.Module) for layer in layers]
+        return Attachment(model, partial(self._of_model, layers=named, min_bytes=min_bytes))
 
     def of_loop(self, num_layers: int, *, min_bytes: int | str | None, variable_depth: bool) -> LayerContext:
         """For a loop of the user's own."""

@@ -13,6 +13,17 @@ from torch.nn import Module, ModuleList, Sequential
 _log = logging.getLogger("tiered_mem.activations")
 
 
+class LayersUnknown(ValueError):
+    """A model shows no layers by its structure. why: in words, without what helps."""
+
+    def __init__(self, model: Module) -> None:
+        self.why = (
+            f"the layers of {type(model).__name__} are unknown: it has no ModuleList or Sequential of modules with "
+            "weights"
+        )
+        super().__init__(f"{self.why}. Name them, as in offload_context(model.layers)")
+
+
 class Run(NamedTuple):
     """Modules that run one after the other, and the name of what holds them: "encoder.layers"; "" is the model."""
 
@@ -36,17 +47,14 @@ def repeated_blocks(model: Module) -> list[Module]:
     Where there is none, a run may also be of modules such as Linear, or a ModuleList of one block, which the model
     may call repeatedly. Where that finds none either, the modules of a Sequential may be of different types.
 
-    Raises ValueError where nothing is found.
+    Raises LayersUnknown where nothing is found.
     """
     for suits in (_is_run_of_blocks, _is_run, _is_sequence):
         runs = list(_runs("", model, suits))
         if runs:
             _log.info("the layers of %s are %s", type(model).__name__, ", ".join(map(str, runs)))
             return list(dict.fromkeys(chain.from_iterable(run.layers for run in runs)))
-    raise ValueError(
-        f"the layers of {type(model).__name__} are unknown: it has no ModuleList or Sequential of modules with "
-        "weights. Name them, as in offload_context(model.layers)"
-    )
+    raise LayersUnknown(model)
 
 
 def _runs(name: str, module: Module, suits: Callable[[Module, list[Module]], bool]) -> Iterator[Run]:

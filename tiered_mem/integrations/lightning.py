@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 from typing import Any
 
 import torch
@@ -11,12 +9,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 
 from ..activations.offload_context import OffloadContext
-from ..manager import TieringManager
 from ..optimizer.registered import Residency
 from ..optimizer.tiered_optimizer import TieredOptimizer
 from .others import refuse_others
-
-_log = logging.getLogger("tiered_mem.integrations")
+from .tiering import Layers, Tiering
 
 
 class TieringCallback(Callback):
@@ -26,21 +22,25 @@ class TieringCallback(Callback):
     optimizers are as they were.
 
     optimizer: where the optimizers' states rest between steps, as in `register_optimizer`; None leaves them alone.
+    layers: the modules whose activations move, or what holds them in the module: a name such as "model.layers".
+        None is its repeated blocks; a module without any is told of, and its activations stay.
     min_bytes: as for TieringManager.offload_context().
     arguments: those of TieringManager; the device is the module's by default.
 
     Raises TypeError for an argument that TieringManager does not take. A fit raises ValueError when it begins with
-    another offloader on.
+    another offloader on, or a name that the module does not know.
     """
 
     def __init__(
-        self, *, optimizer: Residency | None = None, min_bytes: int | str | None = None, **arguments: Any
+        self,
+        *,
+        optimizer: Residency | None = None,
+        layers: Layers = None,
+        min_bytes: int | str | None = None,
+        **arguments: Any,
     ) -> None:
-        inspect.signature(TieringManager).bind_partial(**arguments)
+        self._tiering = Tiering(layers, min_bytes, arguments)
         self._residency = optimizer
-        self._min_bytes = min_bytes
-        self._arguments = arguments
-        self._manager: TieringManager | None = None
         self._context: OffloadContext | None = None
         self._entered = False
 
@@ -49,8 +49,12 @@ class TieringCallback(Callback):
         offload = getattr(strategy, "cpu_offload", None)  # of the FSDP strategies
         if getattr(offload, "offload_params", offload):
             refuse_others([f"{type(strategy).__name__}(cpu_offload=...)"], "TieringCallback")
-        manager = self._manager = TieringManager(**{"device": pl_module.device, **self._arguments})
-        self._context = manager.offload_context(pl_module, min_bytes=self._min_bytes)
+        manager = self._tiering.manager(pl_module.device)
+
+        def context(layers: list[torch.nn.Module] | None, min_bytes: int | str | None) -> OffloadContext:
+            return manager.offload_context(pl_module if layers is None else layers, min_bytes=min_bytes)
+
+        self._context = self._tiering.follow(pl_module, context)
         if self._residency is not None:
             strategy.optimizers = [
                 each
@@ -83,7 +87,7 @@ class TieringCallback(Callback):
             self._context.__exit__(None, None, None)
 
     def _end(self, trainer: Trainer) -> None:
-        manager, self._manager = self._manager, None
+        manager = self._tiering.current
         self._context = None
         if manager is None:
             return
@@ -91,7 +95,7 @@ class TieringCallback(Callback):
             each.give_back() if isinstance(each, TieredOptimizer) and each.manager is manager else each
             for each in trainer.strategy.optimizers
         ]
-        manager.close()
+        self._tiering.close()
 
 
 class NPUAccelerator(Accelerator):

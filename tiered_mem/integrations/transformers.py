@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import logging
 from functools import partial
 from typing import Any, cast
@@ -17,6 +15,7 @@ from ..optim import tiered
 from ..optimizer.registered import Residency
 from ..optimizer.tiered_optimizer import TieredOptimizer
 from .others import refuse_others
+from .tiering import Layers, Tiering
 
 _log = logging.getLogger("tiered_mem.integrations")
 _GIB = 1 << 30
@@ -29,35 +28,41 @@ class TieringCallback(TrainerCallback):
     after an error, the model and the optimizer are as they were. What is logged has three numbers more.
 
     optimizer: where the optimizer's states rest between steps, as in `register_optimizer`; None leaves them alone.
+    layers: the modules whose activations move, or what holds them in the model: a name such as "model.layers". None
+        is the model's repeated blocks; a model without any is told of, and its activations stay.
     min_bytes: as for TieringManager.offload_context().
     arguments: those of TieringManager; the device is the trainer's by default.
 
     Raises TypeError for an argument that TieringManager does not take. Training raises ValueError when it begins
-    with another offloader on.
+    with another offloader on, or a name that the model does not know.
     """
 
     def __init__(
-        self, *, optimizer: Residency | None = None, min_bytes: int | str | None = None, **arguments: Any
+        self,
+        *,
+        optimizer: Residency | None = None,
+        layers: Layers = None,
+        min_bytes: int | str | None = None,
+        **arguments: Any,
     ) -> None:
-        inspect.signature(TieringManager).bind_partial(**arguments)
+        self._tiering = Tiering(layers, min_bytes, arguments)
         self._residency = optimizer
-        self._min_bytes = min_bytes
-        self._arguments = arguments
-        self._manager: TieringManager | None = None
         self._attachment: Attachment | None = None
         self._prepared: Any = None
+        self._running = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._attachment is not None:
+        if self._running:
             self._end()  # of a training that ended by an error, of which nobody is told
         refuse_others(_other_offloaders(args), "TieringCallback")
         if self._residency is not None:
             refuse_others(_zero_offload(args), f"TieringCallback(optimizer={self._residency!r})")
         model, prepared = kwargs["model"], kwargs["optimizer"]
         manager = self.manager(args.device)
-        self._attachment = manager.attach(model, min_bytes=self._min_bytes)
+        self._running = True
+        self._attachment = self._tiering.follow(model, partial(manager.attach, model))
         if self._residency is None:
             return
         if args.deepspeed is not None:
@@ -81,9 +86,9 @@ class TieringCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self._manager is None or logs is None:
+        if self._tiering.current is None or logs is None:
             return
-        stats = self._manager.stats()
+        stats = self._tiering.current.stats()
         figures = {
             "tiered/offloaded_gib": int(stats["offloaded.bytes.total"]) / _GIB,
             "tiered/host_peak_gib": int(stats["host.used.peak"]) / _GIB,
@@ -94,24 +99,17 @@ class TieringCallback(TrainerCallback):
 
     def manager(self, device: torch.device) -> TieringManager:
         """The manager of the training that runs, or comes next; device: where none was named."""
-        if self._manager is None:
-            arguments = {"device": device, **self._arguments}
-            if "policy" in arguments:
-                # It serves one manager, and each training has its own.
-                arguments["policy"] = copy.deepcopy(arguments["policy"])
-            self._manager = TieringManager(**arguments)
-        return self._manager
+        return self._tiering.manager(device)
 
     def _end(self) -> None:
         attachment, self._attachment = self._attachment, None
         prepared, self._prepared = self._prepared, None
-        manager, self._manager = self._manager, None
+        self._running = False
         if attachment is not None:
             attachment.remove()
         if prepared is not None:
             _replace(prepared, prepared.optimizer.give_back())
-        if manager is not None:
-            manager.close()
+        self._tiering.close()
 
 
 def enable(trainer: Trainer, *, optimizer: Residency | None = None, **arguments: Any) -> TieringCallback:
