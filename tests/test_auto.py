@@ -151,6 +151,23 @@ def test_a_plain_optimizer_that_takes_too_much_is_an_error_that_says_so(
     assert caught.value.floor >= budget + weights
 
 
+def test_an_optimizer_that_is_registered_is_not_advised_to_be(
+    device: str, device_module: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = make(device)
+    budget = device_module.memory_allocated() + 2 * sum(each.nbytes for each in model.parameters())
+    with (
+        TieringManager(device_budget=budget, device=device, host_bytes="64MiB") as manager,
+        manager.attach(model, min_bytes=4096),
+    ):
+        optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), separable=False)
+        model(x[:64]).pow(2).mean().backward()
+        optimizer.step()
+        model(x[:64])
+    assert "What helps: smaller microbatches" in caplog.text
+    assert "register" not in caplog.text
+
+
 def test_arguments(device: str, device_module: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"device_budget and slowdown are for policy='auto'"):
         TieringManager(policy=LayerOrderPolicy(), device=device, device_budget="1GiB")

@@ -53,7 +53,7 @@ class Adviser:
         try:
             now = plan(self.profile, self.budget - self.states.kept, self.link)
         except BudgetTooSmall as error:
-            return (str(explained(error, self.profile, self.names)),)
+            return (str(explained(error, self.profile, self.names, self.states)),)
         if now.waits > _NONE * self.profile.compute:
             found = [self._larger(now), self._checkpoints(now), self._optimizer(now), self._drive()]
         else:
@@ -115,7 +115,7 @@ class Adviser:
 
     def _optimizer(self, now: Plan) -> _Found | None:
         """What stays since the first step is, as a rule, the states that the optimizer made in it."""
-        if self.grown < _LITTLE * self.budget or self.states.total:
+        if self.grown < _LITTLE * self.budget or self.states.registered:
             return None
         without = replace(self.profile, unmovable=[max(0, n - self.grown) for n in self.profile.unmovable])
         gained = now.seconds - plan(without, self.budget, self.link).seconds

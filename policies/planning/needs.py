@@ -8,10 +8,16 @@ from ...sizes import format_bytes
 from .bound import BudgetTooSmall
 from .names import Name, spoken
 from .profile import Profile
+from .share import StatesShare
 
 
-def explained(error: BudgetTooSmall, profile: Profile, names: Sequence[Name]) -> BudgetTooSmall:
-    """The same error in the words of the step, and with what would help, the largest part first."""
+def explained(
+    error: BudgetTooSmall, profile: Profile, names: Sequence[Name], states: StatesShare | None = None
+) -> BudgetTooSmall:
+    """The same error in the words of the step, and with what would help, the largest part first.
+
+    states: of the optimizers that are registered, where that is known.
+    """
     end = len(names)
     k = next((k for k in range(error.position, end) if profile.unmovable[k] >= error.unmovable), error.position)
     standing = profile.standing[k] if profile.standing else 0
@@ -22,13 +28,16 @@ def explained(error: BudgetTooSmall, profile: Profile, names: Sequence[Name]) ->
     if all(used <= k for used in profile.used):
         where = "what follows the backward, as a rule the optimizer's step"
         step = f"the optimizer step takes {format_bytes(error.floor)}"
-        helps = [(error.floor, f"{step}: register the optimizer, with small bucket_bytes")]
+        helps = [(error.floor, f"{step}: {_of_the_step(states)}")]
     else:
         where = spoken(names[k])
         helps = [
-            (before, "register the optimizer, so that its states are on the host (register_optimizer)"),
             (passing + in_use, f"smaller microbatches: {format_bytes(passing + in_use)} are for this alone"),
         ]
+        if states is None or not states.registered:
+            helps.append(
+                (before, "register the optimizer, so that its states are on the host (register_optimizer)")
+            )
         layers, less = _checkpointed(profile, names, k, over)
         if layers:
             helps.append((standing - before, f"checkpoint {layers}: {format_bytes(less)} less, or lower min_bytes"))
@@ -38,6 +47,14 @@ def explained(error: BudgetTooSmall, profile: Profile, names: Sequence[Name]) ->
     )
     told = [text for part, text in sorted(helps, reverse=True) if part > 0]
     return BudgetTooSmall(error.budget, error.floor, error.position, error.unmovable, parts, told)
+
+
+def _of_the_step(states: StatesShare | None) -> str:
+    if states is None or not states.registered:
+        return "register the optimizer, with small bucket_bytes"
+    if states.at_once:
+        return "register it with separable=True, if it steps each parameter by itself, and with small bucket_bytes"
+    return "register the optimizer with smaller bucket_bytes"
 
 
 def _checkpointed(profile: Profile, names: Sequence[Name], k: int, over: int) -> tuple[str, int]:

@@ -170,12 +170,12 @@ class Repertoire:
             except BudgetTooSmall as error:
                 # In no variable: an error that is raised here would keep all that is under way, and itself.
                 if strict:
-                    raise explained(error, profile, known.names) from None
+                    raise explained(error, profile, known.names, self._states) from None
                 if variant.ratio < self._told:
                     self._told = variant.ratio
                     _log.warning(
                         "a step of %.2f times the recorded size, or of more, may take more than the budget: %s",
-                        *(variant.ratio, explained(error, profile, known.names)),
+                        *(variant.ratio, explained(error, profile, known.names, self._states)),
                     )
                 self._states.target = 0
                 first = plan(profile, error.floor, self.link)

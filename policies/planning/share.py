@@ -23,6 +23,7 @@ class StatesShare:
     passing: how many bytes of the device they had better pass through while the optimizer steps. None: any.
     step_peak: the most bytes of the device while the optimizer steps, with all else and without those kept.
     rounding: by which torch's pool may give more for what is kept than is asked for.
+    registered: whether there is an optimizer, wherever its states are. at_once: whether one is stepped at once.
     """
 
     total: int = 0
@@ -31,6 +32,8 @@ class StatesShare:
     passing: int | None = None
     step_peak: int = 0
     rounding: int = 0
+    registered: bool = False
+    at_once: bool = False
 
     @property
     def planned(self) -> int:

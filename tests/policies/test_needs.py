@@ -19,8 +19,10 @@ from tiered_mem.policies import (
 from tiered_mem.policies.planning import BudgetTooSmall
 
 
-def too_small(step: Step, budget: int) -> BudgetTooSmall:
-    machine = Machine(PlannedPolicy(budget, LINK), LINK)
+def too_small(step: Step, budget: int, *, registered: bool = False, at_once: bool = False) -> BudgetTooSmall:
+    policy = PlannedPolicy(budget, LINK)
+    policy.states.registered, policy.states.at_once = registered, at_once
+    machine = Machine(policy, LINK)
     machine.allocate(300 * MIB)
     with pytest.raises(BudgetTooSmall) as caught:
         machine.run(step)
@@ -48,6 +50,27 @@ def test_an_optimizer_that_takes_too_much_is_named() -> None:
         "the optimizer step takes 900.0 MiB: register the optimizer, with small bucket_bytes; 400.0 MiB of budget"
         in str(too_small(step, 500 * MIB))
     )
+
+
+@pytest.mark.parametrize(
+    ("at_once", "advice"),
+    [
+        (False, "register the optimizer with smaller bucket_bytes"),
+        (
+            True,
+            "register it with separable=True, if it steps each parameter by itself, and with small bucket_bytes",
+        ),
+    ],
+)
+def test_what_is_registered_is_not_advised_to_be(at_once: bool, advice: str) -> None:
+    step = gpt()
+    step.code.append(Compute(1e-3, 600 * MIB))
+    error = too_small(step, 500 * MIB, registered=True, at_once=at_once)
+    assert f"the optimizer step takes 900.0 MiB: {advice}; 400.0 MiB of budget" in str(error)
+    step = gpt()
+    step.code.insert(backwards(step)[2] + 1, Compute(1e-3, 600 * MIB))
+    told = str(too_small(step, 500 * MIB, registered=True, at_once=at_once))
+    assert "What helps: smaller microbatches: 600.0 MiB are for this alone; 416.0 MiB of budget more" in told
 
 
 def test_layers_whose_saves_cannot_leave_are_to_be_checkpointed() -> None:

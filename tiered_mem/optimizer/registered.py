@@ -116,6 +116,7 @@ class RegisteredOptimizers:
             states.close()
             raise
         self._all.add(tiered)
+        self._tell_share()
         if residency == "auto" and not states.at_once:
             self._sharing.add(states)
         weakref.finalize(tiered, self._forgotten.append, states).atexit = False
@@ -128,6 +129,13 @@ class RegisteredOptimizers:
             states = self._forgotten.popleft()
             self._sharing.discard(states)
             states.close()
+            self._tell_share()
+
+    def _tell_share(self) -> None:
+        """What is registered decides what is advised."""
+        if self._share is not None:
+            self._share.registered = bool(self._all)
+            self._share.at_once = any(optimizer.at_once for optimizer in list(self._all))
 
     def poll(self) -> None:
         """Goes on with files that can be written by now, and with what is to stay on the device or not any more.
