@@ -152,6 +152,10 @@ class SlabPool:
                 source_failures=self._source_failures,
             )
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def trim(self) -> int:
         """Give empty slabs back to the source and return how many bytes.
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tiered_mem.host_budget import HostLimit, host_budget, local_processes
+from tiered_mem.host_budget import HostBytes, HostLimit, host_budget, local_processes
 
 GIB = 1 << 30
 RAM = HostLimit(64 * GIB, "the machine's RAM")
@@ -155,3 +155,40 @@ def test_a_number_of_processes_that_is_none_names_the_variable(monkeypatch: pyte
     monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
     with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE='{text}' in the environment is not a positive integer"):
         local_processes()
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "expected"),
+    [(None, 32 * GIB, 8 * GIB), (0.9, 40 * GIB, 0.9 * 8 * GIB), ("16GiB", 32 * GIB, 16 * GIB), (1.0, 0, 48 * GIB)],
+)
+def test_what_other_managers_may_take_is_not_there(asked: HostBytes, given: int, expected: float) -> None:
+    assert host_budget(asked, limits=[RAM, CGROUP], processes=1, given=given) == int(expected)
+
+
+def test_pages_that_are_locked_are_not_those_of_other_managers() -> None:
+    assert host_budget(None, limits=[RAM, MEMLOCK], processes=1, given=32 * GIB) == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "message"),
+    [
+        (
+            "20GiB",
+            32 * GIB,
+            "host_bytes='20GiB' is 20.0 GiB, more than the cgroup limit /sys/fs/cgroup/job/memory.max allows "
+            "(48.0 GiB for 1 process, less 32.0 GiB that other managers of this process may take). This process "
+            "can ask for at most 17179869184 bytes (16.0 GiB)",
+        ),
+        (
+            None,
+            50 * GIB,
+            "host_bytes=None is less than one byte of what the cgroup limit /sys/fs/cgroup/job/memory.max allows "
+            "(48.0 GiB for 1 process, less 50.0 GiB that other managers of this process may take). Ask for more, "
+            "or raise that limit, or close another manager first",
+        ),
+    ],
+)
+def test_what_other_managers_leave_is_told(asked: HostBytes, given: int, message: str) -> None:
+    with pytest.raises(ValueError, match="other managers") as caught:
+        host_budget(asked, limits=[RAM, CGROUP], processes=1, given=given)
+    assert str(caught.value) == message

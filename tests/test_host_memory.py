@@ -119,6 +119,35 @@ def test_managers_share_a_pool_that_outlives_them(device: str) -> None:
     source.close()
 
 
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("end", ["closed", "forgotten"])
+def test_managers_of_one_process_share_what_there_is(
+    end: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one may take is not there for the next, and is there again when that one is no more."""
+    monkeypatch.setenv("TIERED_MEM_HOST_LIMIT", "1TiB")
+
+    def make(host_bytes: float | None) -> TieringManager:
+        return TieringManager(policy="layer-order", device=device, host_bytes=host_bytes, preallocate=False)
+
+    def capacity(manager: TieringManager) -> int:
+        return int(manager.stats()["host.capacity"])
+
+    managers = [make(0.9)]
+    first = capacity(managers[0])
+    managers.append(make(0.9))
+    assert capacity(managers[1]) == pytest.approx(first / 10, rel=1e-6)
+    with pytest.raises(ValueError, match=r"less .* GiB that other managers of this process may take"):
+        TieringManager(policy="layer-order", device=device, host_bytes=first)
+    if end == "closed":
+        for each in managers:
+            each.close()
+    else:
+        managers.clear()
+    with make(0.9) as manager:
+        assert capacity(manager) == first
+
+
 @pytest.mark.parametrize("arguments", [{"host_bytes": "8MiB"}, {"pin": False}, {"preallocate": True}])
 def test_a_pool_and_what_describes_one_exclude_each_other(arguments: dict[str, object], device: str) -> None:
     pool = SlabPool(PageableMemory())

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,6 +17,7 @@ from typing import TypeAlias
 
 import psutil
 
+from .allocators.slab import SlabPool
 from .sizes import format_bytes, parse_bytes
 
 HostBytes: TypeAlias = int | float | str | None
@@ -36,14 +39,16 @@ class HostLimit:
     per_process: bool = False
 
 
-def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int) -> int:
-    """Bytes of host memory for this process, at least 1.
+def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int, given: int = 0) -> int:
+    """Bytes of host memory for one manager, at least 1.
 
-    A process's share of a limit is the limit divided by the processes. The smallest share counts.
+    A process's share of a limit is the limit divided by the processes. What other managers of the process have is
+    not there any more. The smallest share counts.
 
     asked: None or "auto" is half of the share. A float above 0 and up to 1 is that part of it. An int, or a string
         such as "64GiB", is a number of bytes.
     limits: one or more. processes: how many share each limit that does not hold for each process by itself.
+    given: the bytes that other managers of this process may take. It counts for such limits alone.
 
     Raises ValueError for more than the share, and for any other value.
     """
@@ -52,8 +57,8 @@ def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int
             f'host_bytes={asked!r} is not a size: give an int of bytes, a string such as "64GiB", a float above 0 '
             'and up to 1 for that part of what this process may use, or "auto" for half of it'
         )
-    limit = min(limits, key=lambda limit: _share(limit, processes))
-    share = _share(limit, processes)
+    limit = min(limits, key=lambda limit: _share(limit, processes, given))
+    share = _share(limit, processes, given)
     if asked is None or asked == "auto":
         nbytes = share // 2
     elif isinstance(asked, float):
@@ -62,15 +67,42 @@ def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int
         nbytes = parse_bytes(asked, "host_bytes")
     if nbytes > share:
         raise ValueError(
-            f"host_bytes={asked!r} is {format_bytes(nbytes)}, more than {_allowance(limit, processes)}. "
+            f"host_bytes={asked!r} is {format_bytes(nbytes)}, more than {_allowance(limit, processes, given)}. "
             f"This process can ask for at most {share} bytes ({format_bytes(share)})"
         )
     if nbytes < 1:
         raise ValueError(
-            f"host_bytes={asked!r} is less than one byte of what {_allowance(limit, processes)}. "
-            "Ask for more, or raise that limit"
+            f"host_bytes={asked!r} is less than one byte of what {_allowance(limit, processes, given)}. "
+            f"Ask for more, or raise that limit{', or close another manager first' if given else ''}"
         )
     return nbytes
+
+
+class PoolsOfProcess:
+    """The pools that managers of this process have made: what one may take is not there for the next.
+
+    It keeps none of them alive. Entered while a pool is made: another thread waits with its own.
+    """
+
+    def __init__(self) -> None:
+        self._pools: weakref.WeakSet[SlabPool] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    @property
+    def given(self) -> int:
+        """The bytes that all may take that are not closed."""
+        return sum(pool.stats().capacity or 0 for pool in list(self._pools) if not pool.closed)
+
+    def add(self, pool: SlabPool) -> None:
+        """Of a size that was agreed on while this was entered."""
+        self._pools.add(pool)
+
+    def __enter__(self) -> PoolsOfProcess:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 def local_processes() -> int:
@@ -153,12 +185,14 @@ def _limit_files(root: Path, proc: Path) -> Iterator[Path]:
         yield from (parent / name for parent in (folder, *folder.parents) if parent.is_relative_to(base))
 
 
-def _share(limit: HostLimit, processes: int) -> int:
-    return limit.nbytes if limit.per_process else limit.nbytes // processes
+def _share(limit: HostLimit, processes: int, given: int) -> int:
+    return limit.nbytes if limit.per_process else max(0, limit.nbytes // processes - given)
 
 
-def _allowance(limit: HostLimit, processes: int) -> str:
+def _allowance(limit: HostLimit, processes: int, given: int) -> str:
     whose = "1 process" if processes == 1 else f"{processes} processes"
     if processes > 1:
         whose += " each" if limit.per_process else " together"
+    if given and not limit.per_process:
+        whose += f", less {format_bytes(given)} that other managers of this process may take"
     return f"{limit.source} allows ({format_bytes(limit.nbytes)} for {whose})"

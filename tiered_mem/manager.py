@@ -61,7 +61,7 @@ class TieringManager:
     host_bytes: the most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for that
         share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits (or
         what TIERED_MEM_HOST_LIMIT says in their place), divided by LOCAL_WORLD_SIZE, the number of processes on the
-        machine. "auto", or None, is half of it.
+        machine, less what other managers of this process may take. "auto", or None, is half of it.
     pin: how the host memory is pinned. True is the best way that torch recognises on this machine; False is not at
         all, and the host then waits at each copy. "try" is True, or else False with a warning. The name of a source
         (docs/tuning.md lists them) is that one.

@@ -22,7 +22,15 @@ from .allocators.slab import SlabPool
 from .arguments import instance, whole_number, with_methods, yes_or_no
 from .device import Device
 from .errors import PinningFailed
-from .host_budget import HostBytes, HostLimit, host_budget, host_limit, local_processes, memlock_limit
+from .host_budget import (
+    HostBytes,
+    HostLimit,
+    PoolsOfProcess,
+    host_budget,
+    host_limit,
+    local_processes,
+    memlock_limit,
+)
 from .host_slab import bytes_of, is_pinned
 from .host_tier import HostTier
 from .sizes import format_bytes, parse_bytes
@@ -31,6 +39,9 @@ from .spill.io_queue import Drive
 from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
 
 _log = logging.getLogger("tiered_mem.tiers")
+
+# What host memory there is, there is for all managers of a process, which know nothing of each other.
+_POOLS = PoolsOfProcess()
 
 _SLAB_BYTES = 1 << 30
 _PROBE_BYTES = 2 << 20
@@ -76,11 +87,19 @@ def host_tier(
         raise ValueError(f"pin={pin!r} is not known; say True, False, 'try', or one of {', '.join(_SOURCES)}")
     modelled = None if device.kind == "cpu" else offered_host()
     limits = [host_limit(modelled=modelled), memlock_limit() if pin == "locked" else None]
-    capacity = host_budget(host_bytes, limits=[each for each in limits if each], processes=local_processes())
     if preallocate is None:
         preallocate = host_bytes not in (None, "auto")
     yes_or_no("preallocate", preallocate)
-    _, pool = chosen_pool(device, capacity, pin, preallocate=preallocate)
+    with _POOLS as others:
+        given, known = others.given, [each for each in limits if each]
+        capacity = host_budget(host_bytes, limits=known, processes=local_processes(), given=given)
+        if given:
+            _log.info(
+                "beside other managers, of %s, this one has %s of host memory",
+                *map(format_bytes, (given, capacity)),
+            )
+        _, pool = chosen_pool(device, capacity, pin, preallocate=preallocate)
+        others.add(pool)
     return HostTier(pool, device, steps_in_flight=steps_in_flight)
 
 
