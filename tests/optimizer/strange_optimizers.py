@@ -71,6 +71,21 @@ class OutOfPlace(Optimizer):
         return None
 
 
+class Counting(WithRate):
+    """Counts steps in its groups and for itself, from the first one on, as pytorch_optimizer's do."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        self.all_steps = getattr(self, "all_steps", 0) + 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                    param.sub_(mean, alpha=group["lr"] / (group["step"] + self.all_steps))
+        return None
+
+
 class Growing(WithRate):
     """Keeps more and more: one more tensor after three steps, and then a larger one."""
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.strange_optimizers import (
+    Counting,
     Decaying,
     Estimates,
     GlobalNorm,
@@ -27,7 +28,7 @@ RESIDENCIES = ("host", "disk", "device-until-offload")
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("separable", [None, True])
-@pytest.mark.parametrize("kind", [MasterWeights, OutOfPlace, Growing, Noisy])
+@pytest.mark.parametrize("kind", [MasterWeights, OutOfPlace, Counting, Growing, Noisy])
 def test_it_has_the_same_values(
     kind: Callable[[Sequence[torch.Tensor]], Optimizer],
     separable: bool | None,

@@ -49,13 +49,15 @@ class PartialStep:
         whole = {index: self._groups[index]["params"] for index in chosen}
         rest, present = optimizer.state, _Present(states, frozenset(away))
         present.update((key, value) for key, value in rest.items() if not isinstance(key, torch.Tensor))
-        vars(optimizer).update(self._own)
+        _put_back(vars(optimizer), _plain(vars(optimizer)), self._own)
         tensors = [*self._own_tensors, *(kept for index in chosen for kept in self._tensors[index])]
         for kept in tensors:
             kept.restore()
         try:
             for index, some in chosen.items():
-                self._groups[index].update(self._before[index], params=some)
+                group = self._groups[index]
+                _put_back(group, _values(group), self._before[index])
+                group["params"] = some
             optimizer.param_groups = [self._groups[index] for index in sorted(chosen)]
             optimizer.state = present
             bare_step(optimizer)()
@@ -139,6 +141,13 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     if own is not None and inspect.unwrap(own) is not inspect.unwrap(step):
         return optimizer.step  # somebody's own; a scheduler's that was made before only takes note of the call
     return partial(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
+
+
+def _put_back(values: State, now: State, before: State) -> None:
+    """Has values be as they were before the step: those that came in it, as a count may, are not there again."""
+    for key in now.keys() - before.keys():
+        del values[key]
+    values.update(before)
 
 
 def _values(group: State) -> State:
