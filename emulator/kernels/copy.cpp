@@ -15,7 +15,7 @@ ACLNN(aclnnInplaceFillTensor, (Out self, In value), self.fill_(value.reshape({})
 ACLNN(aclnnArange, (Number start, Number end, Number step, Out out), at::arange_out(out, start, end, step))
 ACLNN(aclnnEye, (int64_t rows, int64_t columns, Out out), at::eye_out(out, rows, columns))
 
-ACLNN(aclnnCat, (Ins tensors, int64_t dim, Out out), at::cat_out(out, tensors, dim))
+ACLNN_AS(aclnnCat, (Ins tensors, int64_t dim, Out out), cat_out(out, tensors, dim))
 ACLNN(aclnnStack, (Ins tensors, int64_t dim, Out out), at::stack_out(out, tensors, dim))
 ACLNN(aclnnRepeat, (In self, Integers repeats, Out out), out.copy_(self.repeat(repeats)))
 ACLNN(aclnnFlip, (In self, Integers dims, Out out), out.copy_(self.flip(dims)))
@@ -23,8 +23,8 @@ ACLNN(aclnnRoll, (In self, Integers shifts, Integers dims, Out out), out.copy_(s
 ACLNN(aclnnConstantPadNd, (In self, Integers pad, Number value, Out out),
       out.copy_(at::constant_pad_nd(self, pad, value)))
 
-ACLNN(aclnnTril, (In self, int64_t diagonal, Out out), at::tril_out(out, self, diagonal))
-ACLNN(aclnnTriu, (In self, int64_t diagonal, Out out), at::triu_out(out, self, diagonal))
+ACLNN_AS(aclnnTril, (In self, int64_t diagonal, Out out), tril_out(out, self, diagonal))
+ACLNN_AS(aclnnTriu, (In self, int64_t diagonal, Out out), triu_out(out, self, diagonal))
 ACLNN(aclnnInplaceTril, (Update self, int64_t diagonal), self.tril_(diagonal))
 ACLNN(aclnnInplaceTriu, (Update self, int64_t diagonal), self.triu_(diagonal))
 

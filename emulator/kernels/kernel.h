@@ -16,8 +16,16 @@
 //
 // An absent optional tensor is an undefined one. Outputs have their final shape and are never resized.
 //
-// For modelled time such a kernel moves the bytes of its tensors. ACLNN_OF is for one that does more than that, and
-// says what in its third argument, an expression of the same parameters; see work.h here.
+// What CANN refuses when an operator is called, such as shapes that do not broadcast, must be refused then here too: a
+// kernel that fails on the stream takes the device with it. ACLNN_AS is for a kernel that is one function of torch
+// whose arguments torch checks apart from computing. ACLNN_IF is for any other: its third argument is the check. Both
+// take checks from at::meta, and only those of structured functions: the others would compute.
+//
+//   ACLNN_AS(aclnnMul, (In self, In other, Out out), mul_out(out, self, other))
+//   ACLNN_IF(aclnnInplaceMul, (Update self, In other), at::meta::mul_(self, other), self.mul_(other))
+//
+// For modelled time a kernel moves the bytes of its tensors. ACLNN_OF is for one that does more than that, and
+// says what in its third argument, an expression of the same parameters; see work.h here. ACLNN_OF_IF has both.
 #pragma once
 
 #include "tensor.h"
@@ -168,14 +176,16 @@ aclError launch(aclOpExecutor* executor, aclrtStream stream);
 
 // Made once for each list of parameters, not for each operator: most of the time that kernels take to compile is here.
 template <class... Parameters>
-aclError plan(const char* name, Work (*work)(Parameters...), void (*run)(Parameters...), uint64_t* workspace_size,
-              aclOpExecutor** executor, typename Argument<Parameters>::Acl... arguments) {
+aclError plan(const char* name, Work (*work)(Parameters...), void (*check)(Parameters...),
+              void (*run)(Parameters...), uint64_t* workspace_size, aclOpExecutor** executor,
+              typename Argument<Parameters>::Acl... arguments) {
   try {
     Operation operation{name, {}, {}, {}};
     // A brace list copies from left to right, and each copy must be noted under its own parameter type.
     std::tuple<decltype(Argument<Parameters>::copy(arguments))...> copies{Argument<Parameters>::copy(arguments)...};
     std::apply(
-        [&operation, work](auto&... copy) {
+        [&operation, work, check](auto&... copy) {
+          if (check != nullptr) check(static_cast<Parameters>(copy)...);
           (note_memory<Parameters>(copy, operation), ...);
           if (!models_time()) return;
           if (work != nullptr) operation.work = work(static_cast<Parameters>(copy)...);
@@ -193,6 +203,8 @@ aclError plan(const char* name, Work (*work)(Parameters...), void (*run)(Paramet
     *workspace_size = 0;
     *executor = new aclOpExecutor{std::move(operation)};
     return ACL_SUCCESS;
+  } catch (const c10::Error& error) {
+    return fail(ACL_ERROR_INVALID_PARAM, std::string(name) + ": " + error.what_without_backtrace());
   } catch (const std::exception& error) {
     return fail(ACL_ERROR_INVALID_PARAM, std::string(name) + ": " + error.what());
   }
@@ -205,8 +217,10 @@ template <class Kernel, class... Parameters>
 struct Planner<Kernel, void(Parameters...)> {
   static aclError plan(typename Argument<Parameters>::Acl... arguments, uint64_t* workspace_size,
                        aclOpExecutor** executor) {
-    Work (*work)(Parameters...) = Kernel::work;  // nullptr, most often
-    return emulator::plan<Parameters...>(Kernel::name, work, Kernel::run, workspace_size, executor, arguments...);
+    Work (*work)(Parameters...) = Kernel::work;    // nullptr, most often
+    void (*check)(Parameters...) = Kernel::check;  // nullptr, often
+    return emulator::plan<Parameters...>(Kernel::name, work, check, Kernel::run, workspace_size, executor,
+                                         arguments...);
   }
 };
 
@@ -215,22 +229,39 @@ struct Planner<Kernel, void(Parameters...)> {
 // The C function's parameters follow from the kernel's, so it is an instance of a template. ifunc is how such
 // an instance gets a plain C name: the loader asks ..._plan for the address that stands behind the name.
 #define ACLNN(operator_name, parameters, ...) \
-  ACLNN_KERNEL(operator_name, parameters, static constexpr std::nullptr_t work = nullptr, __VA_ARGS__)
+  ACLNN_KERNEL(operator_name, parameters, ACLNN_NO(work), ACLNN_NO(check), __VA_ARGS__)
 
-#define ACLNN_OF(operator_name, parameters, its_work, ...)                                            \
+#define ACLNN_OF(operator_name, parameters, its_work, ...) \
+  ACLNN_KERNEL(operator_name, parameters, ACLNN_WORK(parameters, its_work), ACLNN_NO(check), __VA_ARGS__)
+
+#define ACLNN_AS(operator_name, parameters, ...)                                                                \
+  ACLNN_KERNEL(operator_name, parameters, ACLNN_NO(work), ACLNN_CHECK(parameters, at::meta::__VA_ARGS__),       \
+               at::__VA_ARGS__)
+
+#define ACLNN_IF(operator_name, parameters, its_check, ...) \
+  ACLNN_KERNEL(operator_name, parameters, ACLNN_NO(work), ACLNN_CHECK(parameters, its_check), __VA_ARGS__)
+
+#define ACLNN_OF_IF(operator_name, parameters, its_work, its_check, ...)                                        \
+  ACLNN_KERNEL(operator_name, parameters, ACLNN_WORK(parameters, its_work), ACLNN_CHECK(parameters, its_check), \
+               __VA_ARGS__)
+
+#define ACLNN_NO(part) static constexpr std::nullptr_t part = nullptr
+#define ACLNN_WORK(parameters, ...) \
+  static emulator::Work work parameters { return __VA_ARGS__; }
+#define ACLNN_CHECK(parameters, ...) \
+  static void check parameters { __VA_ARGS__; }
+
+#define ACLNN_KERNEL(operator_name, parameters, its_work, its_check, ...)                              \
   _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic ignored \"-Wunused-parameter\"")             \
-  ACLNN_KERNEL(operator_name, parameters, static emulator::Work work parameters { return its_work; }, \
-               __VA_ARGS__)                                                                           \
-  _Pragma("GCC diagnostic pop")
-
-#define ACLNN_KERNEL(operator_name, parameters, its_work, ...)                                         \
   namespace {                                                                                          \
   struct operator_name##_kernel {                                                                      \
     static constexpr const char* name = #operator_name;                                                \
     its_work;                                                                                          \
+    its_check;                                                                                         \
     static void run parameters { __VA_ARGS__; }                                                        \
   };                                                                                                   \
   }                                                                                                    \
+  _Pragma("GCC diagnostic pop")                                                                        \
   extern "C" {                                                                                         \
   static auto* operator_name##_plan() { return &emulator::Planner<operator_name##_kernel>::plan; }     \
   }                                                                                                    \

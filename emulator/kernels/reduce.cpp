@@ -12,17 +12,17 @@ static std::vector<int64_t> all_if_none(Integers dims, In self) {
   return all;
 }
 
-ACLNN(aclnnReduceSum, (In self, Integers dims, bool keepdim, aclDataType, Out out),
-      at::sum_out(out, self, dims, keepdim, out.scalar_type()))
-ACLNN(aclnnMean, (In self, Integers dims, bool keepdim, aclDataType, Out out),
-      at::mean_out(out, self, dims, keepdim, out.scalar_type()))
+ACLNN_AS(aclnnReduceSum, (In self, Integers dims, bool keepdim, aclDataType, Out out),
+         sum_out(out, self, dims, keepdim, out.scalar_type()))
+ACLNN_AS(aclnnMean, (In self, Integers dims, bool keepdim, aclDataType, Out out),
+         mean_out(out, self, dims, keepdim, out.scalar_type()))
 ACLNN(aclnnLogSumExp, (In self, Integers dims, bool keepdim, Out out),
       at::logsumexp_out(out, self, all_if_none(dims, self), keepdim))
 
 ACLNN(aclnnMax, (In self, Out out), out.copy_(at::max(self)))
 ACLNN(aclnnMin, (In self, Out out), out.copy_(at::min(self)))
-ACLNN(aclnnAmax, (In self, Integers dims, bool keepdim, Out out), at::amax_out(out, self, dims, keepdim))
-ACLNN(aclnnAmin, (In self, Integers dims, bool keepdim, Out out), at::amin_out(out, self, dims, keepdim))
+ACLNN_AS(aclnnAmax, (In self, Integers dims, bool keepdim, Out out), amax_out(out, self, dims, keepdim))
+ACLNN_AS(aclnnAmin, (In self, Integers dims, bool keepdim, Out out), amin_out(out, self, dims, keepdim))
 ACLNN(aclnnMaxDim, (In self, int64_t dim, bool keepdim, Out out, Out indices),
       auto [values, places] = at::max(self, dim, keepdim); out.copy_(values); indices.copy_(places))
 ACLNN(aclnnMinDim, (In self, int64_t dim, bool keepdim, Out out, Out indices),
@@ -57,7 +57,7 @@ static at::Tensor countable(In self) {
 ACLNN(aclnnHistc, (In self, int64_t bins, Number min, Number max, Out out),
       out.copy_(at::histc(countable(self), bins, min, max)))
 
-ACLNN(aclnnLinalgVectorNorm, (In self, Number order, Integers dims, bool keepdim, aclDataType, Out out),
-      at::linalg_vector_norm_out(out, self, order, all_if_none(dims, self), keepdim, out.scalar_type()))
+ACLNN_AS(aclnnLinalgVectorNorm, (In self, Number order, Integers dims, bool keepdim, aclDataType, Out out),
+         linalg_vector_norm_out(out, self, order, all_if_none(dims, self), keepdim, out.scalar_type()))
 ACLNN(aclnnNorm, (In self, Number order, Integers dims, bool keepdim, Out out),
       out.copy_(at::norm(self, order, all_if_none(dims, self), keepdim)))

@@ -8,5 +8,5 @@ ACLNN(aclnnSort, (In self, bool stable, int64_t dim, bool descending, Out values
       indices.copy_(places))
 ACLNN(aclnnTopk, (In self, int64_t k, int64_t dim, bool largest, bool sorted, Out values, Out indices),
       auto [best, places] = at::topk(self, k, dim, largest, sorted); values.copy_(best); indices.copy_(places))
-ACLNN(aclnnCumsum, (In self, int64_t dim, aclDataType, Out out),
-      at::cumsum_out(out, self, dim, out.scalar_type()))
+ACLNN_AS(aclnnCumsum, (In self, int64_t dim, aclDataType, Out out),
+         cumsum_out(out, self, dim, out.scalar_type()))
