@@ -43,9 +43,11 @@ class _TorchNpuLoader(Loader):
         # These import torch, which start() must precede.
         from ascend_emulator.dry import DryRun
         from ascend_emulator.fallback import install
+        from ascend_emulator.unsupported import install_refusals
 
         options = Options.inherited(os.environ)
         install(DryRun(options.dry_value, options.dry_routing == "uniform") if options.dry else None)
+        install_refusals(module)
         if options.host_operators:
             ctypes.CDLL(str(WATCH)).ascend_emulator_watch_operators()
         if runtime().ascend_emulator_watches_races():

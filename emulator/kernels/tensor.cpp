@@ -17,6 +17,9 @@ at::ScalarType scalar_type(aclDataType dtype) {
     case ACL_INT32: return at::kInt;
     case ACL_INT64: return at::kLong;
     case ACL_UINT8: return at::kByte;
+    case ACL_UINT16: return at::kUInt16;
+    case ACL_UINT32: return at::kUInt32;
+    case ACL_UINT64: return at::kUInt64;
     case ACL_BOOL: return at::kBool;
     case ACL_COMPLEX64: return at::kComplexFloat;
     case ACL_COMPLEX128: return at::kComplexDouble;
@@ -46,6 +49,9 @@ at::Scalar scalar(const aclScalar& source) {
     case at::kInt: return read<int32_t>(source);
     case at::kLong: return read<int64_t>(source);
     case at::kByte: return read<uint8_t>(source);
+    case at::kUInt16: return read<uint16_t>(source);
+    case at::kUInt32: return read<uint32_t>(source);
+    case at::kUInt64: return read<uint64_t>(source);
     case at::kBool: return read<bool>(source);
     case at::kComplexFloat: return read<c10::complex<float>>(source);
     case at::kComplexDouble: return read<c10::complex<double>>(source);

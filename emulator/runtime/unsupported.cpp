@@ -90,7 +90,7 @@ EXPORT int aclopCompileAndExecute(const char* operator_name) {
 EXPORT int aclopCompileAndExecuteV2(const char* operator_name) { return aclopCompileAndExecute(operator_name); }
 
 // Telemetry, limits on how long an operation may take, collectives to be deterministic: there is nothing here that
-// they would change.
+// they would change. Nor do numbers that are too large saturate: they become infinite, whatever the mode.
 UNHEARD(MsprofGetHashId)
 UNHEARD(MsprofRegisterCallback)
 UNHEARD(MsprofReportAdditionalInfo)
@@ -101,6 +101,7 @@ UNHEARD(aclAppLog)
 UNHEARD(aclrtSetOpWaitTimeout)
 UNHEARD(aclrtSetOpExecuteTimeOut)
 UNHEARD(aclrtSetStreamFailureMode)
+UNHEARD(aclrtSetStreamOverflowSwitch)
 UNHEARD(aclrtSetStreamAttribute)
 UNHEARD(aclrtSetDeviceSatMode)
 UNHEARD(HcclSetConfig)
