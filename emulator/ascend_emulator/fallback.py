@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ascend_emulator.aclop_formulas import format_cast, format_cast_
 from ascend_emulator.calls import device_of, find, written_arguments
 from ascend_emulator.dry import DryRun
 from ascend_emulator.formulas import FORMULAS
@@ -96,9 +97,12 @@ _NATIVE_IF: dict[str, Callable[..., bool]] = {
     "aten::_convolution": _forbids_private_formats,
     "aten::convolution": _forbids_private_formats,
     "aten::convolution_backward": _forbids_private_formats,
-    "npu::npu_format_cast": _is_plain_format,
     "npu::_npu_format_cast": _is_plain_format,
+    "npu::npu_format_cast_.acl_format": _is_plain_format,
 }
+
+# What is done otherwise, where that is not the CPU's.
+_OTHERWISE = {"npu::_npu_format_cast": format_cast, "npu::npu_format_cast_.acl_format": format_cast_}
 
 
 def _is_on_one_device(self: torch.Tensor, src: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -125,7 +129,7 @@ def _replacement(
     if key != "PrivateUse1":
         return None
     has_cpu_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU")
-    otherwise = without_kernel(operator) if has_cpu_kernel else _refusal(name)
+    otherwise = _OTHERWISE.get(name) or (without_kernel(operator) if has_cpu_kernel else _refusal(name))
     return otherwise if is_native is None else _choice(operator, is_native, otherwise)
 
 

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ascend_emulator.aclop_formulas import ACLOP_FORMULAS
+from ascend_emulator.sync_batch_norm import SYNC_BATCH_NORM
+
 
 def confusion_transpose(input: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool) -> Tensor:
     """Permutes and reshapes, in this order or in the other."""
@@ -75,6 +78,8 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {
+    **ACLOP_FORMULAS,
+    **SYNC_BATCH_NORM,
     "npu::npu_confusion_transpose": confusion_transpose,
     "npu::npu_confusion_transpose_backward": confusion_transpose_backward,
     "npu::npu_apply_adam_w.out": apply_adam_w,

@@ -148,7 +148,7 @@ _NPU = {
     "copies and casts": """
         _npu_dtype_cast _npu_dtype_cast_backward npu_dtype_cast npu_dtype_cast_ npu_dtype_cast_backward
         one_ copy_memory_ npu_change_data_ptr get_npu_format get_storage_size npu_format_cast
-        _npu_format_cast
+        npu_format_cast.Tensor npu_format_cast_.acl_format _npu_format_cast
     """,
     "activations, norms, attention, losses": """
         fast_gelu npu_fast_gelu npu_fast_gelu_backward npu_geglu npu_geglu_grad npu_cross_entropy_loss

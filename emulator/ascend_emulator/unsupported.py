@@ -1,4 +1,4 @@
-"""What torch_npu can be told to do and this device cannot: answered before torch_npu has changed anything of its own."""
+"""What torch_npu can be told to do and this device cannot, answered before torch_npu has changed its own state."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -13,7 +13,7 @@ def install_refusals(torch_npu: ModuleType) -> None:
 
 
 def _refuse_capture(*args: Any, **kwargs: Any) -> NoReturn:
-    # torch_npu would first route memory to the graph's own pool, and would go on to do so after the runtime's error.
+    # torch_npu would route memory to the graph's own pool first, and go on to do so after the runtime's error.
     raise NotImplementedError("the emulated NPU captures no graphs")
 
 

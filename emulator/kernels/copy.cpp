@@ -3,7 +3,12 @@
 
 using namespace emulator;
 
-ACLNN(aclnnInplaceCopy, (Out self, In source), self.copy_(source))
+static void check_fits(In source, In self) {
+  TORCH_CHECK(at::is_expandable_to(source.sizes(), self.sizes()), "shape ", source.sizes(), " does not broadcast to ",
+              self.sizes());
+}
+
+ACLNN_IF(aclnnInplaceCopy, (Out self, In source), check_fits(source, self), self.copy_(source))
 ACLNN(aclnnCast, (In self, aclDataType, Out out), out.copy_(self))
 ACLNN(aclnnComplex, (In real, In imaginary, Out out), out.copy_(at::complex(real, imaginary)))
 ACLNN(aclnnPolar, (In length, In angle, Out out), out.copy_(at::polar(length, angle)))
@@ -29,6 +34,6 @@ ACLNN(aclnnInplaceTril, (Update self, int64_t diagonal), self.tril_(diagonal))
 ACLNN(aclnnInplaceTriu, (Update self, int64_t diagonal), self.triu_(diagonal))
 
 ACLNN(aclnnSWhere, (In condition, In self, In other, Out out), at::where_out(out, condition, self, other))
-ACLNN(aclnnInplaceMaskedFillScalar, (Update self, In mask, Number value), self.masked_fill_(mask, value))
-ACLNN(aclnnInplaceMaskedFillTensor, (Update self, In mask, In value),
-      self.masked_fill_(mask, value.reshape({})))
+ACLNN_IF(aclnnInplaceMaskedFillScalar, (Update self, In mask, Number value), check_fits(mask, self), self.masked_fill_(mask, value))
+ACLNN_IF(aclnnInplaceMaskedFillTensor, (Update self, In mask, In value), check_fits(mask, self),
+         self.masked_fill_(mask, value.reshape({})))

@@ -13,16 +13,17 @@ using namespace emulator;
 static Work picking(In index, In picked) { return {.nbytes = bytes_of(index) + 2 * bytes_of(picked)}; }
 static Work adding(In index, In source) { return {.nbytes = bytes_of(index) + 3 * bytes_of(source)}; }
 
-ACLNN_OF(aclnnEmbedding, (In weight, In indices, Out out), picking(indices, out),
+ACLNN_OF(aclnnEmbedding, (In weight, Index indices, Out out), picking(indices, out),
          out.copy_(at::embedding(weight, indices)))
 ACLNN(aclnnEmbeddingDenseBackward,
       (In grad, In indices, int64_t rows, int64_t padding_index, bool scale_by_frequency, Out out),
       out.copy_(at::embedding_dense_backward(grad, indices, rows, padding_index, scale_by_frequency)))
 
-ACLNN_OF(aclnnIndexSelect, (In self, int64_t dim, Index index, Out out), picking(index, out),
-         out.copy_(at::index_select(self, dim, index)))
-ACLNN_OF(aclnnGather, (In self, int64_t dim, Index index, Out out), picking(index, out),
-         out.copy_(at::gather(self, dim, index)))
+ACLNN_OF_IF(aclnnIndexSelect, (In self, int64_t dim, Index index, Out out), picking(index, out),
+            TORCH_CHECK(index.dim() <= 1, "an index must be a vector, not of shape ", index.sizes()),
+            out.copy_(at::index_select(self, dim, index)))
+ACLNN_OF_IF(aclnnGather, (In self, int64_t dim, Index index, Out out), picking(index, out),
+            at::meta::gather_out(out, self, dim, index), out.copy_(at::gather(self, dim, index)))
 
 // Where the result is not the tensor itself, that is copied as well.
 static Work scattering(In self, In index, In source, In out) {
@@ -40,8 +41,9 @@ ACLNN_OF(aclnnScatter, (In self, int64_t dim, Index index, In source, int64_t re
          scattering(self, index, source, out), out.copy_(scatter(self, dim, index, source, reduction)))
 ACLNN_OF(aclnnInplaceScatter, (Out self, int64_t dim, Index index, In source, int64_t reduction), adding(index, source),
          self.copy_(scatter(self, dim, index, source, reduction)))
-ACLNN_OF(aclnnScatterAdd, (In self, int64_t dim, Index index, In source, Out out),
-         scattering(self, index, source, out), out.copy_(at::scatter_add(self, dim, index, source)))
+ACLNN_OF_IF(aclnnScatterAdd, (In self, int64_t dim, Index index, In source, Out out),
+            scattering(self, index, source, out), at::meta::scatter_add_out(out, self, dim, index, source),
+            out.copy_(at::scatter_add(self, dim, index, source)))
 ACLNN_OF(aclnnIndexAdd, (In self, int64_t dim, Index index, In source, Number alpha, Out out),
          scattering(self, index, source, out), out.copy_(at::index_add(self, dim, index, source, alpha)))
 

@@ -5,12 +5,45 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 
 namespace emulator {
 
-void run_without_modes(const std::function<void()>& work) {
+namespace {
+
+// PyTorch adds a C++ backtrace below the message of its exceptions.
+std::string message_of(const std::exception& error) {
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
+}
+
+bool fails(const std::function<void()>& work) {
+  try {
+    work();
+    return false;
+  } catch (const std::exception&) {
+    return true;
+  }
+}
+
+}  // namespace
+
+at::Tensor blank(const at::Tensor& like) {
+  if (!like.defined()) return like;
+  at::Tensor made = at::empty_strided(like.sizes(), like.strides(), like.options());
+  std::memset(made.mutable_data_ptr(), 0, made.storage().nbytes());
+  return made;
+}
+
+std::vector<at::Tensor> blank(const std::vector<at::Tensor>& like) {
+  std::vector<at::Tensor> made;
+  for (const at::Tensor& each : like) made.push_back(blank(each));
+  return made;
+}
+
+void run_kernel(const std::function<void()>& work, const std::function<void()>& rehearsal) {
   const c10::DispatchKeySet modes = c10::DispatchKeySet({c10::DispatchKey::Python,
                                                          c10::DispatchKey::PythonTLSSnapshot,
                                                          c10::DispatchKey::PythonDispatcher}) |
@@ -20,8 +53,9 @@ void run_without_modes(const std::function<void()>& work) {
   at::RecordFunctionGuard not_recorded(false);
   try {
     work();
-  } catch (const c10::Error& error) {
-    throw std::runtime_error(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    if (fails(rehearsal)) throw Refusal(message_of(error));
+    throw std::runtime_error(message_of(error));
   }
 }
 

@@ -24,6 +24,8 @@
 //   ACLNN_AS(aclnnMul, (In self, In other, Out out), mul_out(out, self, other))
 //   ACLNN_IF(aclnnInplaceMul, (Update self, In other), at::meta::mul_(self, other), self.mul_(other))
 //
+// What neither refuses fails on the stream, and a rehearsal without its data tells whether that is for good.
+//
 // For modelled time a kernel moves the bytes of its tensors. ACLNN_OF is for one that does more than that, and
 // says what in its third argument, an expression of the same parameters; see work.h here. ACLNN_OF_IF has both.
 #pragma once
@@ -168,9 +170,18 @@ double traffic(const Value& value) {
   return times * nbytes;
 }
 
+// The same argument, but with zeros for data.
+at::Tensor blank(const at::Tensor& like);
+std::vector<at::Tensor> blank(const std::vector<at::Tensor>& like);
+template <class Value>
+Value blank(const Value& value) {
+  return value;
+}
+
 // Keeps whatever thread a stream's work runs on from leaking its own modes (autograd, autocast, Python
-// dispatch) into the work.
-void run_without_modes(const std::function<void()>& work);
+// dispatch) into the work. If it fails, the rehearsal tells whether that comes from the data: else CANN would
+// have refused the call, and a Refusal is thrown.
+void run_kernel(const std::function<void()>& work, const std::function<void()>& rehearsal);
 
 aclError launch(aclOpExecutor* executor, aclrtStream stream);
 
@@ -195,9 +206,16 @@ aclError plan(const char* name, Work (*work)(Parameters...), void (*check)(Param
     operation.body = [] {};
     if (computes()) {
       operation.body = [run, copies = std::move(copies)]() mutable {
-        run_without_modes([run, &copies] {
-          std::apply([run](auto&... copy) { run(static_cast<Parameters>(copy)...); }, copies);
-        });
+        auto run_with = [run](auto& values) {
+          std::apply([run](auto&... value) { run(static_cast<Parameters>(value)...); }, values);
+        };
+        run_kernel([&] { run_with(copies); },
+                   [&] {
+                     auto blanks = std::apply(
+                         [](auto&... copy) { return std::tuple<std::decay_t<decltype(copy)>...>{blank(copy)...}; },
+                         copies);
+                     run_with(blanks);
+                   });
       };
     }
     *workspace_size = 0;

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,13 @@ class Mark;
 
 inline uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
+// Thrown by an operation that CANN would have refused when it was called. It is told once, and the stream lives on;
+// what else an operation throws is the stream's error for good.
+class Refusal : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // A span of bytes that an operation reads or writes.
 struct Range {
   const void* begin;
@@ -32,7 +40,7 @@ struct Operation {
   std::string name;
   std::vector<Range> reads;
   std::vector<Range> writes;
-  // Runs on the stream's thread. What it throws becomes the stream's error, told at the next synchronisation.
+  // Runs on the stream's thread. What it throws is told at the next synchronisation.
   std::function<void()> body;
   std::shared_ptr<Mark> awaits = nullptr;   // another stream's mark that must be reached before the body runs
   std::shared_ptr<Mark> reaches = nullptr;  // the mark that stands behind it

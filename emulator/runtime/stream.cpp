@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <utility>
 
 namespace emulator {
 namespace {
@@ -38,6 +39,10 @@ std::function<void()> with_poison_before(const std::vector<Range>& reused, std::
 
 // PyTorch adds a C++ backtrace below the message of its exceptions.
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+StreamError failure_of(const Operation& operation, const std::exception& failure) {
+  return {ACL_ERROR_RT_INTERNAL_ERROR, operation.name + " failed on the device: " + first_line(failure.what())};
+}
 
 }  // namespace
 
@@ -93,10 +98,11 @@ void Stream::run_now(Operation& operation) {
 
 StreamError Stream::synchronize() {
   if (lane_) Simulation::get().wait_for(*lane_);
-  return drain();
+  drain();
+  return told();
 }
 
-StreamError Stream::drain() {
+void Stream::drain() {
   std::unique_lock lock(mutex_);
   const uint64_t last = pushed_;
   const VectorClock known = Detector::on() ? Detector::get().known_to(slot_) : VectorClock{};
@@ -105,7 +111,12 @@ StreamError Stream::drain() {
   lock.lock();
   finished_.wait(lock, [this, last] { return done_ >= last; });
   if (Detector::on()) Detector::get().host_waited(known);
-  return error_;
+}
+
+StreamError Stream::told() {
+  std::lock_guard lock(mutex_);
+  StreamError refused = std::exchange(refused_, {});
+  return error_.code == ACL_SUCCESS ? refused : error_;
 }
 
 bool Stream::idle() {
@@ -198,9 +209,11 @@ void Stream::execute(Operation& operation) {
       Timeline::Entry entry(device_, id_, operation);
       if (operation.gate) operation.gate->wait();
       operation.body();
+    } catch (const Refusal& refusal) {
+      std::lock_guard lock(mutex_);
+      if (refused_.code == ACL_SUCCESS) refused_ = failure_of(operation, refusal);
     } catch (const std::exception& failure) {
-      const std::string message = operation.name + " failed on the device: " + first_line(failure.what());
-      take_over({ACL_ERROR_RT_INTERNAL_ERROR, message});
+      take_over(failure_of(operation, failure));
     }
   }
   if (operation.reaches) operation.reaches->reach(error());
@@ -255,7 +268,8 @@ StreamError Streams::synchronize(int device) {
   StreamError first;
   for (const auto& stream : list()) {
     if (stream->device() != device) continue;
-    StreamError error = stream->drain();
+    stream->drain();
+    StreamError error = stream->told();
     if (first.code == ACL_SUCCESS) first = error;
   }
   return first;

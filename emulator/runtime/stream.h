@@ -26,7 +26,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   // site: where the program was; see Detector.
   void push(Operation operation, int site);
   StreamError synchronize();  // waits for what is queued by now, not for what others push meanwhile
-  StreamError drain();        // the same, and modelled time does not move
+  void drain();               // the same, and modelled time does not move; tells no error
+  StreamError told();         // what went wrong so far; of what was refused it tells once
   bool idle();                // asked by the host; the schedule hears of it
   int id() const { return id_; }
   int device() const { return device_; }
@@ -61,6 +62,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   uint64_t polls_ = 0;
   bool closing_ = false;
   StreamError error_;
+  StreamError refused_;  // the first that was not told yet
   std::thread thread_;  // none in a dry run: there is nothing to do that would take time
 };
 
