@@ -83,7 +83,7 @@ def backward_reduce(
     weight_g: bool,
     bias_g: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By channel: the sum of gradients, the same times the distance from the mean, weight's and bias's gradients."""
+    """By channel: the sum of gradients, that of gradients times distances, and weight's and bias's gradients."""
     x, grad = _wide(input), _wide(grad_out)
     of_grad = grad.sum(_without_channels(x))
     of_product = (grad * (x - _by_channel(mean, x))).sum(_without_channels(x))

@@ -74,10 +74,10 @@ def test_a_wrong_call_is_refused_in_modelled_time_too(options: tuple[str, ...], 
         try:
             torch.ones(1, device="npu").mul_(torch.ones(2, device="npu"))
         except RuntimeError as error:
-            print(*[line.split(":")[0] for line in str(error).splitlines() if "aclnn" in line])
+            print("aclnnInplaceMul: output with shape [1]" in str(error))
         torch.npu.synchronize()
         print(torch.ones(2, device="npu").shape)
         """,
     )
     done = run(*EMULATOR, *options, script, cwd=tmp_path)
-    assert done.stdout.splitlines() == ["aclnnInplaceMul", "torch.Size([2])"], done.stderr
+    assert done.stdout.splitlines() == ["True", "torch.Size([2])"], done.stderr
