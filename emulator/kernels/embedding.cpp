@@ -80,5 +80,7 @@ static void index_put(Out self, Ins indices, In values, bool accumulate) {
   self.index_put_(indices_or_none(indices), values, accumulate);
 }
 
-ACLNN(aclnnIndexPutImpl, (Out self, Ins indices, In values, bool accumulate, bool),
-      index_put(self, indices, values, accumulate))
+ACLNN_IF(aclnnIndexPutImpl, (Out self, Ins indices, In values, bool accumulate, bool),
+         TORCH_CHECK(self.scalar_type() == values.scalar_type(), "values of dtype ", values.scalar_type(),
+                     " are put into a tensor of ", self.scalar_type()),
+         index_put(self, indices, values, accumulate))

@@ -51,7 +51,8 @@ static at::Tensor wrap(Number value) { return at::native::wrapped_scalar_tensor(
         out.copy_(at::function(self, other, alpha)))                                                              \
   ACLNN_IF(aclnnInplace##Name, (Update self, In other, Number alpha), at::meta::function##_(self, other, alpha),  \
            self.function##_(other, alpha))                                                                        \
-  ACLNN(aclnnInplace##Name##s, (Update self, Number other, Number alpha), self.function##_(other, alpha))
+  ACLNN_IF(aclnnInplace##Name##s, (Update self, Number other, Number alpha),                                      \
+           at::meta::function##_(self, wrap(other), alpha), self.function##_(other, alpha))
 
 SUM(Add, add)
 SUM(Sub, sub)
@@ -65,7 +66,8 @@ ACLNN(aclnnRsubs, (In self, Number other, Number alpha, Out out), out.copy_(at::
   ACLNN(aclnn##Name##s, (In self, Number other, Out out), out.copy_(at::function(self, other)))         \
   ACLNN_IF(aclnnInplace##Name, (Update self, In other), at::meta::function##_(self, other),             \
            self.function##_(other))                                                                     \
-  ACLNN(aclnnInplace##Name##s, (Update self, Number other), self.function##_(wrap(other)))
+  ACLNN_IF(aclnnInplace##Name##s, (Update self, Number other), at::meta::function##_(self, wrap(other)), \
+           self.function##_(wrap(other)))
 
 PRODUCT(Mul, mul)
 PRODUCT(Div, div)
@@ -74,7 +76,8 @@ ACLNN_IF(aclnnFloorDivide, (In self, In other, Out out), at::meta::div_out(out, 
 ACLNN(aclnnFloorDivides, (In self, Number other, Out out), out.copy_(at::floor_divide(self, other)))
 ACLNN_IF(aclnnInplaceFloorDivide, (Update self, In other), at::meta::div_(self, other, "floor"),
          self.floor_divide_(other))
-ACLNN(aclnnInplaceFloorDivides, (Update self, Number other), self.floor_divide_(wrap(other)))
+ACLNN_IF(aclnnInplaceFloorDivides, (Update self, Number other), at::meta::div_(self, wrap(other), "floor"),
+         self.floor_divide_(wrap(other)))
 
 static std::optional<c10::string_view> rounding(int mode) {
   if (mode == 1) return "trunc";
@@ -87,7 +90,8 @@ ACLNN(aclnnDivMods, (In self, Number other, int mode, Out out),
       out.copy_(at::div(self, other, rounding(mode))))
 ACLNN_IF(aclnnInplaceDivMod, (Update self, In other, int mode), at::meta::div_(self, other, rounding(mode)),
          self.div_(other, rounding(mode)))
-ACLNN(aclnnInplaceDivMods, (Update self, Number other, int mode), self.div_(other, rounding(mode)))
+ACLNN_IF(aclnnInplaceDivMods, (Update self, Number other, int mode),
+         at::meta::div_(self, wrap(other), rounding(mode)), self.div_(other, rounding(mode)))
 
 ACLNN_AS(aclnnPowTensorScalar, (In self, Number exponent, Out out), pow_out(out, self, exponent))
 ACLNN_AS(aclnnPowTensorTensor, (In self, In exponent, Out out), pow_out(out, self, exponent))

@@ -269,8 +269,7 @@ StreamError Streams::synchronize(int device) {
   for (const auto& stream : list()) {
     if (stream->device() != device) continue;
     stream->drain();
-    StreamError error = stream->told();
-    if (first.code == ACL_SUCCESS) first = error;
+    if (first.code == ACL_SUCCESS) first = stream->told();
   }
   return first;
 }

@@ -24,6 +24,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "aclnnInplaceAdd": lambda: ones(1).add_(ones(3)),
     "aclnnInplaceMul": lambda: ones(1).mul_(ones(2, 1, 2, 1)),
     "aclnnInplaceMul: result type Float": lambda: ones(2, dtype=torch.int32).mul_(ones(2)),
+    "aclnnInplaceAdds": lambda: ones(2, dtype=torch.int32).add_(1.5),
+    "aclnnInplaceDivs": lambda: ones(2, dtype=torch.int32).div_(2),
     "aclnnInplaceDiv": lambda: ones(1).div_(ones(2)),
     "aclnnInplaceDivMod": lambda: ones(1).div_(ones(2), rounding_mode="floor"),
     "aclnnInplaceFloorDivide": lambda: ones(1).floor_divide_(ones(2)),
@@ -44,6 +46,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "aclnnGather": lambda: ones(2, 2).gather(1, places(3, 3, 3)),
     "aclnnScatterAdd": lambda: ones(2, 2).scatter_add_(0, places(3, 3), ones(2, 2)),
     "aclnnIndexSelect": lambda: ones(2, 2).index_select(0, places(2, 2)),
+    "aclnnIndexPutImpl": lambda: ones(3, dtype=torch.float64).index_put_((places(1),), ones(1, dtype=torch.int32)),
     "aclnnEmbedding": lambda: F.embedding(ones(2), ones(2, 2)),
 }
 
