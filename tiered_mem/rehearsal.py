@@ -137,7 +137,7 @@ class Rehearsal:
             step, names, link = self._policy.account.step()
         except RuntimeError:
             return {}
-        return {"step": asdict(step), "names": names, "link": asdict(link)}
+        return {"step": asdict(step), "names": names, "link": asdict(link), "states": asdict(self.states)}
 
     def _write(self, **found: Any) -> None:
         self._found |= found

@@ -119,7 +119,7 @@ class Adviser:
             return None
         without = replace(self.profile, unmovable=[max(0, n - self.grown) for n in self.profile.unmovable])
         gained = now.seconds - plan(without, self.budget, self.link).seconds
-        passing = self.grown / (min(self.link.out, self.link.back) * self.link.both)
+        passing = self.link.exchange(self.grown)
         if gained <= passing:
             return None
         return gained - passing, (

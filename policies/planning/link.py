@@ -29,3 +29,7 @@ class Link:
                 f"a link has rates above 0 bytes a second, a share above 0 and up to 1, and a latency of 0 s or "
                 f"more, not {self.out:g} and {self.back:g} bytes a second, {self.both:g} and {self.latency:g} s"
             )
+
+    def exchange(self, nbytes: int) -> float:
+        """The seconds in which so many bytes cross it in both directions, side by side."""
+        return nbytes / (min(self.out, self.back) * self.both)

@@ -52,7 +52,6 @@ def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShar
     least sum of both counts; of equal ones the one that keeps the least. It is compared for eight parts of all
     states, and for the most that there is room for. Raises BudgetTooSmall.
     """
-    rate = min(link.out, link.back) * link.both
     room = budget - states.rounding - max(states.step_peak, floor(profile.moments)[0])
     amounts = {states.total * part // _AMOUNTS for part in range(_AMOUNTS + 1)}
     amounts.add(max(0, min(room, states.total)))
@@ -60,7 +59,9 @@ def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShar
     for kept in sorted(amounts):
         if 0 < kept > room:
             break
-        seconds = plan(profile, budget - kept, link, attempts=_ATTEMPTS).seconds + (states.total - kept) / rate
+        seconds = plan(profile, budget - kept, link, attempts=_ATTEMPTS).seconds + link.exchange(
+            states.total - kept
+        )
         if seconds < least:
             best, least = kept, seconds
     return best, least

@@ -109,13 +109,32 @@ def test_a_training_is_planned(tmp_path: Path) -> None:
 def test_a_training_whose_optimizer_states_come_to_stay_is_planned(tmp_path: Path) -> None:
     """Nor does it ask the device for any number, so that it is ahead of it."""
     (tmp_path / "train.py").write_text(ADAM)
-    command = ("-m", "tiered_mem", "plan", "--chip", "910b3", "--budget", "1500MiB", "--hbm", "4GiB", "--json")
+    command = (
+        "-m",
+        "tiered_mem",
+        "plan",
+        "--chip",
+        "910b3",
+        "--budget",
+        "1500MiB",
+        "--hbm",
+        "4GiB",
+        "--json",
+        "--sweep",
+    )
     done = run(*command, "train.py", "100", cwd=tmp_path, pythonpath=Path.cwd())
     assert done.returncode == 0, done.stderr
     assert "tiered-mem: recording" in done.stderr
-    report = json.loads(done.stdout)["report"]
+    found = json.loads(done.stdout)
+    report, sweep = found["report"], found["sweep"]
     assert report["step"] >= 2
     assert report["measured_peak"] <= 1500 << 20
+    asked = next(row for row in sweep if row["budget"] == 1500 << 20)
+    assert asked["states_kept"] == report["states_kept"]
+    assert asked["seconds"] == pytest.approx(report["planned"], rel=0.05)
+    assert all(row["peak"] <= row["budget"] and row["least"] <= row["seconds"] for row in sweep)
+    assert sweep[-1]["moved"] == 0
+    assert sweep[0]["states_kept"] < sweep[-1]["states_kept"]
     done = run(*command, "train.py", "3", cwd=tmp_path, pythonpath=Path.cwd())
     assert done.returncode == 2
     said = "train.py has ended after 3 steps, and optimizer states came to the device or left it in all of them"

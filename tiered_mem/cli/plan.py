@@ -22,10 +22,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..policies.planning import BudgetTooSmall, Link, Plan, Profile, plan
+from ..policies import StatesShare
+from ..policies.planning import BudgetTooSmall, Link, Profile, plan
 from ..policies.planning.advice import moved
 from ..policies.planning.bound import floor
 from ..policies.planning.needs import explained
+from ..policies.planning.share import states_to_keep
 from ..rehearsal import MOST, VARIABLE
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json
@@ -83,13 +85,14 @@ def run(options: argparse.Namespace) -> int:
     _complete(options, ample)
     step, link = Profile(**ample["step"]), Link(**ample["link"])
     problem, report, text = _try(options, step, link, ample["names"])
-    plans = _sweep(step, link, options.budget) if options.sweep or options.plot is not None else []
+    states = StatesShare(**ample["states"])
+    plans = _sweep(step, link, states, options.budget) if options.sweep or options.plot is not None else []
     if options.plot is not None:
         _draw(plans, options)
     if options.json:
-        write_json({"problem": problem, "report": report, "sweep": [_figures(each, step) for each in plans]})
+        write_json({"problem": problem, "report": report, "sweep": plans})
     else:
-        _show(problem or text, plans, step, options, fits=not problem)
+        _show(problem or text, plans, options, fits=not problem)
     return 1 if problem else 0
 
 
@@ -159,40 +162,55 @@ def _steps(found: dict[str, Any]) -> str:
     return f"{found['steps']} step{'' if found['steps'] == 1 else 's'}"
 
 
-def _sweep(step: Profile, link: Link, budget: int) -> list[Plan]:
-    """Plans for budgets from the least possible one to what is enough to move nothing, and for the asked one."""
-    least, most = floor(step.moments)[0], max(step.moments.full)
+def _sweep(step: Profile, link: Link, states: StatesShare, budget: int) -> list[dict[str, float]]:
+    """Plans for budgets from the least possible one to what is enough to move nothing, and for the asked one.
+
+    In bytes and seconds.
+    """
+    least, most = max(floor(step.moments)[0], states.step_peak), max(step.moments.full) + states.total
     budgets = {least + (most - least) * k // (_POINTS - 1) for k in range(_POINTS)} | {budget}
-    return [plan(step, each, link) for each in sorted(budgets) if each >= least]
+    return [_planned(step, link, states, each) for each in sorted(budgets) if each >= least]
 
 
-def _figures(each: Plan, step: Profile) -> dict[str, float]:
-    """A plan as figures: bytes and seconds."""
+def _planned(step: Profile, link: Link, states: StatesShare, budget: int) -> dict[str, float]:
+    kept = states_to_keep(step, budget, link, states)[0] if states.total else 0
+    made = plan(step, budget - kept, link)
+    passing = link.exchange(states.total - kept)
     return {
-        "budget": each.budget,
-        "peak": each.peak,
-        "seconds": each.seconds,
-        "waits": each.waits,
-        "least": each.bound,
-        "moved": moved(step, each),
+        "budget": budget,
+        "peak": max(made.peak, states.step_peak) + kept,
+        "seconds": made.seconds + passing,
+        "waits": made.waits,
+        "least": made.bound + passing,
+        "moved": moved(step, made),
+        "states_kept": kept,
     }
 
 
-def _show(text: str, plans: Sequence[Plan], step: Profile, options: argparse.Namespace, *, fits: bool) -> None:
+def _show(text: str, plans: Sequence[dict[str, float]], options: argparse.Namespace, *, fits: bool) -> None:
     screen = console()
     screen.print(plain(f"{options.script} on a modelled {options.chip}, in a dry run"), soft_wrap=True)
     for line in text.splitlines():
         screen.print(plain(line), soft_wrap=True)
     if plans:
-        columns = {"budget": True, "peak": True, "step": True, "waits": True, "moved": True, "": False}
+        columns = {
+            "budget": True,
+            "peak": True,
+            "step": True,
+            "waits": True,
+            "moved": True,
+            "states": True,
+            "": False,
+        }
         rows = [
             (
-                format_bytes(each.budget),
-                format_bytes(each.peak),
-                format_seconds(each.seconds),
-                format_seconds(each.waits),
-                format_bytes(moved(step, each)),
-                "asked for" if each.budget == options.budget else "",
+                format_bytes(int(each["budget"])),
+                format_bytes(int(each["peak"])),
+                format_seconds(each["seconds"]),
+                format_seconds(each["waits"]),
+                format_bytes(int(each["moved"])),
+                format_bytes(int(each["states_kept"])),
+                "asked for" if each["budget"] == options.budget else "",
             )
             for each in plans
         ]
@@ -203,15 +221,15 @@ def _show(text: str, plans: Sequence[Plan], step: Profile, options: argparse.Nam
         screen.print(f'use: TieringManager(policy="auto", device_budget={budget})')
 
 
-def _draw(plans: Sequence[Plan], options: argparse.Namespace) -> None:
+def _draw(plans: Sequence[dict[str, float]], options: argparse.Namespace) -> None:
     """Draws the sweep: peak memory against the step's time."""
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("agg")
     figure, axes = importlib.import_module("matplotlib.pyplot").subplots()
-    peaks = [each.peak / 2**30 for each in plans]
+    peaks = [each["peak"] / 2**30 for each in plans]
     for name, seconds in (
-        ("planned", [each.seconds for each in plans]),
-        ("no plan is below", [each.bound for each in plans]),
+        ("planned", [each["seconds"] for each in plans]),
+        ("no plan is below", [each["least"] for each in plans]),
     ):
         axes.plot(peaks, seconds, marker=".", label=name)
     axes.axvline(options.budget / 2**30, linestyle=":", label="asked for")
