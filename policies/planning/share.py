@@ -59,9 +59,8 @@ def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShar
     for kept in sorted(amounts):
         if 0 < kept > room:
             break
-        seconds = plan(profile, budget - kept, link, attempts=_ATTEMPTS).seconds + link.exchange(
-            states.total - kept
-        )
+        seconds = plan(profile, budget - kept, link, attempts=_ATTEMPTS).seconds
+        seconds += link.exchange(states.total - kept)
         if seconds < least:
             best, least = kept, seconds
     return best, least
