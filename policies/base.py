@@ -22,8 +22,8 @@ class Policy(Protocol):
     One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
     While an attribute `plans_spills` is true, it is told of HostPressure only when nothing under way makes room.
     A method `lacks(nbytes)` says how many bytes the device lacks, if so many come that are no blocks, though all
-    leaves that can: where a context chooses itself from which size on tensors are blocks, smaller ones become blocks
-    then.
+    leaves that can: where a context chooses itself from which size on tensors are blocks, smaller ones become
+    blocks then.
 
     What few need is told to those that ask: a policy may have an attribute `asks`, the types among `OnRequest` that
     it is to be told. It is read anew before each event. A policy that is told of what it does not know answers

@@ -43,7 +43,7 @@ ORDER = [
     ["errors", "host_budget", "host_slab"],
     ["spill", "turn"],
     ["device"],
-    ["host_tier", "torch_memory", "trace"],
+    ["device_peak", "host_tier", "torch_memory", "trace"],
     ["tiers", "transfer"],
     ["measured_drive", "measured_link"],
     ["rehearsal"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 
 from .errors import DeviceFailed, DeviceUnavailable
 
+_log = logging.getLogger("tiered_mem.device")
 _KNOWN = ("npu", "cuda", "cpu")
 
 
@@ -40,17 +42,17 @@ class Device:
     Streams and events are torch's generic ones. They do what torch.npu's and torch.cuda's do, through the same task
     queue, at a fraction of the host time.
 
-    device: such as "npu", "npu:1", "cuda:0" or "cpu"; None is torch's current accelerator. Raises ValueError for a
-        kind that is not known and DeviceUnavailable for one that this machine does not have.
+    device: such as "npu", "npu:1", "cuda:0" or "cpu"; None is torch's current accelerator, and the cpu with a
+        warning where there is none. Raises ValueError for a kind that is not known and DeviceUnavailable for one
+        that this machine does not have.
     """
 
     def __init__(self, device: str | torch.device | None) -> None:
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True)
             if device is None:
-                raise DeviceUnavailable(
-                    "torch finds no accelerator on this machine; say device='cpu' to try without"
-                )
+                _log.warning("torch finds no accelerator on this machine: device='cpu', where moving saves nothing")
+                device = "cpu"
         kind, colon, index = str(device).partition(":")
         if kind not in _KNOWN or (colon and not index.isdecimal()):
             raise ValueError(

@@ -92,6 +92,14 @@ class Profile:
         """The bytes that come from each position to the next beside what is allocated there, at most."""
         return list(map(int.__sub__, self.unmovable, self.standing or self.unmovable))
 
+    def ending_below(self, nbytes: int) -> Profile:
+        """The step if it takes at most so many bytes from the last use of a block on, beside what stands then."""
+        last = max(self.used, default=0)
+        ends = [
+            max(low, min(top, nbytes)) for top, low in zip(self.unmovable[last:], self.standing[last:], strict=True)
+        ]
+        return replace(self, unmovable=[*self.unmovable[:last], *ends])
+
     def fuller(self, more: Sequence[int], transient: Sequence[int] = ()) -> Profile:
         """The step with so many bytes more at each position.
 

@@ -145,6 +145,9 @@ class Repertoire:
             else recording.take_over(before, like.names, like.profile.scaled(*variant))
         )
         profile = recording.profile([*begun, *seconds])
+        if self._states.step_peak:
+            # The optimizer's step was another one then: with no states yet, or with others on the device.
+            profile = profile.ending_below(self._states.step_peak)
         blocks = list(recording.blocks)
         guessed = before > 0 or not self._known
         known = Known(recording.course, recording.uses, recording.names, blocks, profile, guessed=guessed)
