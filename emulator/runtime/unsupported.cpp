@@ -3,6 +3,7 @@
 //
 // The CANN headers are not included here: the functions take no notice of their arguments, which the C calling
 // convention allows, and so need no signatures.
+#include <stdexcept>
 #include <string>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -58,9 +59,15 @@ UNSUPPORTED(aclmdlSetDump)
 UNSUPPORTED(aclmdlFinalizeDump)
 UNSUPPORTED(aclGetDeviceCapability)
 
-// Operators by name, the way before aclnn. Descriptions are accepted and lead nowhere; the launch names the operator.
+// Operators by name, the way before aclnn. The first description of a tensor throws, through torch_npu's code to who
+// called the operator. The launch could say the operator's name, but it may be made by torch_npu's task queue, which
+// drops all work after a failure and tells whoever comes next.
+EXPORT void* aclCreateTensorDesc() {
+  throw std::runtime_error(
+      "the emulated NPU has no kernel for this call, which CANN computes by its older interface, aclop");
+}
+
 NOTHING(aclCreateDataBuffer)
-NOTHING(aclCreateTensorDesc)
 NOTHING(aclopCreateAttr)
 UNHEARD(aclDestroyDataBuffer)
 UNHEARD(aclDestroyTensorDesc)
