@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch_npu  # type: ignore[import-untyped]
 
 from emulator.tests.launch import EMULATOR, run, write_script
 
@@ -35,6 +36,13 @@ def test_a_refused_capture_leaves_streams_and_pinned_memory_usable() -> None:
     copied = torch.ones(2).pin_memory().npu(non_blocking=True)
     copied.record_stream(torch.npu.Stream())
     del copied
+    assert torch.ones(2, device="npu").tolist() == [1, 1]
+
+
+def test_a_call_that_needs_the_older_interface_fails_alone() -> None:
+    private = torch_npu.unsafe_empty_with_format((4, 4), device="npu", acl_format=29, keep_format=True)
+    with pytest.raises(RuntimeError, match="older interface, aclop"):
+        private.copy_(torch.ones(4, 4, device="npu"))
     assert torch.ones(2, device="npu").tolist() == [1, 1]
 
 
