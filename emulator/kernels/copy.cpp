@@ -34,6 +34,7 @@ ACLNN(aclnnInplaceTril, (Update self, int64_t diagonal), self.tril_(diagonal))
 ACLNN(aclnnInplaceTriu, (Update self, int64_t diagonal), self.triu_(diagonal))
 
 ACLNN(aclnnSWhere, (In condition, In self, In other, Out out), at::where_out(out, condition, self, other))
-ACLNN_IF(aclnnInplaceMaskedFillScalar, (Update self, In mask, Number value), check_fits(mask, self), self.masked_fill_(mask, value))
+ACLNN_IF(aclnnInplaceMaskedFillScalar, (Update self, In mask, Number value), check_fits(mask, self),
+         self.masked_fill_(mask, value))
 ACLNN_IF(aclnnInplaceMaskedFillTensor, (Update self, In mask, In value), check_fits(mask, self),
          self.masked_fill_(mask, value.reshape({})))
