@@ -1,6 +1,7 @@
 // Launching a planned kernel.
 #include "kernel.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -40,6 +41,17 @@ at::Tensor blank(const at::Tensor& like) {
 std::vector<at::Tensor> blank(const std::vector<at::Tensor>& like) {
   std::vector<at::Tensor> made;
   for (const at::Tensor& each : like) made.push_back(blank(each));
+  return made;
+}
+
+at::Tensor without_data(const at::Tensor& like) {
+  if (!like.defined()) return like;
+  return at::detail::empty_strided_meta(like.sizes(), like.strides(), like.options().device(at::kMeta));
+}
+
+std::vector<at::Tensor> without_data(const std::vector<at::Tensor>& like) {
+  std::vector<at::Tensor> made;
+  for (const at::Tensor& each : like) made.push_back(without_data(each));
   return made;
 }
 

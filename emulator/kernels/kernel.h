@@ -178,6 +178,15 @@ Value blank(const Value& value) {
   return value;
 }
 
+// The same argument with a shape and a dtype only: torch's checks of tensors of several dtypes would convert their data,
+// which is not there in a dry run, and not written yet when an operator is called.
+at::Tensor without_data(const at::Tensor& like);
+std::vector<at::Tensor> without_data(const std::vector<at::Tensor>& like);
+template <class Value>
+Value without_data(const Value& value) {
+  return value;
+}
+
 // Keeps whatever thread a stream's work runs on from leaking its own modes (autograd, autocast, Python
 // dispatch) into the work. If it fails, the rehearsal tells whether that comes from the data: else CANN would
 // have refused the call, and a Refusal is thrown.
@@ -196,7 +205,10 @@ aclError plan(const char* name, Work (*work)(Parameters...), void (*check)(Param
     std::tuple<decltype(Argument<Parameters>::copy(arguments))...> copies{Argument<Parameters>::copy(arguments)...};
     std::apply(
         [&operation, work, check](auto&... copy) {
-          if (check != nullptr) check(static_cast<Parameters>(copy)...);
+          if (check != nullptr) {
+            std::tuple<std::decay_t<decltype(copy)>...> shapes{without_data(copy)...};
+            std::apply([check](auto&... shape) { check(static_cast<Parameters>(shape)...); }, shapes);
+          }
           (note_memory<Parameters>(copy, operation), ...);
           if (!models_time()) return;
           if (work != nullptr) operation.work = work(static_cast<Parameters>(copy)...);
