@@ -1,6 +1,8 @@
 // Filling, copying, casting, joining and cutting tensors.
 #include "kernel.h"
 
+#include <ATen/WrapDimUtilsMulti.h>
+
 using namespace emulator;
 
 static void check_fits(In source, In self) {
@@ -23,7 +25,8 @@ ACLNN(aclnnEye, (int64_t rows, int64_t columns, Out out), at::eye_out(out, rows,
 ACLNN_AS(aclnnCat, (Ins tensors, int64_t dim, Out out), cat_out(out, tensors, dim))
 ACLNN(aclnnStack, (Ins tensors, int64_t dim, Out out), at::stack_out(out, tensors, dim))
 ACLNN(aclnnRepeat, (In self, Integers repeats, Out out), out.copy_(self.repeat(repeats)))
-ACLNN(aclnnFlip, (In self, Integers dims, Out out), out.copy_(self.flip(dims)))
+ACLNN_IF(aclnnFlip, (In self, Integers dims, Out out), at::dim_list_to_bitset(dims, self.dim()),
+         out.copy_(self.flip(dims)))
 ACLNN(aclnnRoll, (In self, Integers shifts, Integers dims, Out out), out.copy_(self.roll(shifts, dims)))
 ACLNN(aclnnConstantPadNd, (In self, Integers pad, Number value, Out out),
       out.copy_(at::constant_pad_nd(self, pad, value)))

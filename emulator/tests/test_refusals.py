@@ -43,6 +43,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "aclnnMv": lambda: torch.mv(ones(2, 3), ones(2)),
     "aclnnDot": lambda: torch.dot(ones(2), ones(3)),
     "aclnnCat": lambda: torch.cat([ones(2, 2), ones(2, 3)]),
+    "aclnnFlip": lambda: ones(2, 2).flip(0, 0),
     "aclnnGather": lambda: ones(2, 2).gather(1, places(3, 3, 3)),
     "aclnnScatterAdd": lambda: ones(2, 2).scatter_add_(0, places(3, 3), ones(2, 2)),
     "aclnnIndexSelect": lambda: ones(2, 2).index_select(0, places(2, 2)),
