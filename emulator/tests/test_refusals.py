@@ -80,8 +80,9 @@ def test_a_wrong_call_is_refused_in_modelled_time_too(options: tuple[str, ...], 
         except RuntimeError as error:
             print("aclnnInplaceMul: output with shape [1]" in str(error))
         torch.npu.synchronize()
-        print(torch.ones(2, device="npu").shape)
+        mixed = torch.ones(2, device="npu", dtype=torch.bfloat16) * torch.ones(2, device="npu")
+        print(mixed.shape, mixed.dtype)
         """,
     )
     done = run(*EMULATOR, *options, script, cwd=tmp_path)
-    assert done.stdout.splitlines() == ["True", "torch.Size([2])"], done.stderr
+    assert done.stdout.splitlines() == ["True", "torch.Size([2]) torch.float32"], done.stderr
