@@ -46,6 +46,12 @@ class DevicePeak:
             self._true = max(self._true, peak)
         return allocated, most, reserved
 
+    def look(self) -> None:
+        """The next reading has what is seen by now, also if the user begins the peak anew before."""
+        _, peak, _ = self._device.memory()
+        if self.exact or peak != self._told:
+            self._before, self._told = max(self._before, peak), peak
+
     def begin_anew(self) -> None:
         """What is allocated now is the peak, until it rises or `restore` is called."""
         _, peak, _ = self._device.memory()

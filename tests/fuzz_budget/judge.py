@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.fuzz_budget.training import Outcome
 from tests.fuzz_budget.watched import Step
 from tiered_mem.errors import TierFull
+from tiered_mem.policies import Report
 from tiered_mem.policies.planning import BudgetTooSmall
 
 # torch's pool gives a tensor up to this much more than it asks for.
@@ -44,14 +45,18 @@ def tells(message: str) -> bool:
 def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[Step]:
     """The steps above the budget for a cause that nobody was told of by the end of the next step.
 
-    A warning with sizes tells of the steps beside it. Those like them need no second one: steps of the same kind that
-    take the most in the same part, and for an optimizer's part steps of any kind.
+    A warning with sizes tells of the steps beside it. Those like them need no second one: steps of the same kind
+    that take the most in the same part, and for an optimizer's part steps of any kind.
     ended: with an error that gives the numbers, which tells of the last two steps.
+
+    An evaluation comes after the last event of a step, and the program begins torch's peak anew before the next
+    one: nobody can know what it took.
     """
     told: set[tuple[str, str]] = set()
     found = []
     for step in steps:
-        if step.peak <= budget or (step.requested <= budget and step.peak - budget < ROUNDED):
+        rounded = step.requested <= budget and step.peak - budget < ROUNDED
+        if step.where == "evaluation" or step.peak <= budget or rounded:
             continue
         cause = (step.where, "" if step.where == "optimizer" else step.kind)
         near = steps[max(0, step.number - 1) : step.number + 2]
@@ -62,16 +67,27 @@ def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[S
     return found
 
 
-def judge(plain: Outcome, tiered: Outcome, budget: int, *, modelled: bool) -> list[Finding]:
-    """modelled: whether times are those of a modelled clock."""
+def judge(
+    plain: Outcome, tiered: Outcome, budget: int, *, registered: bool = False, modelled: bool = False
+) -> list[Finding]:
+    """registered: whether the manager has all optimizers. modelled: whether times are those of a modelled clock."""
     return [
         *_of_the_budget(plain, tiered, budget),
         *_of_torch(tiered.steps),
-        *_of_what_was_said(tiered.steps),
+        *_of_what_was_said(tiered, registered=registered),
         *_of_the_error(plain, tiered, budget),
         *_of_the_report(tiered, budget, modelled=modelled),
         *_of_the_rest(plain, tiered),
     ]
+
+
+def judge_steps(steps: Sequence[Step], report: Report, budget: int, *, ended: bool) -> list[Finding]:
+    """Of a training on the modelled clock that has no plain run to compare it with. ended: as for `silent`."""
+    above = [
+        Finding("above in silence", f"step {step.number} took {_mib(step.peak)} in its {step.where}")
+        for step in silent(steps, budget, ended=ended)
+    ]
+    return [*above, *_of_torch(steps), *_of_a_report(report, steps, budget, modelled=True)]
 
 
 def _of_the_budget(plain: Outcome, tiered: Outcome, budget: int) -> list[Finding]:
@@ -93,13 +109,15 @@ def _of_torch(steps: Sequence[Step]) -> list[Finding]:
     return [Finding("torch's peak is hidden", f"{text}, and so in {len(hidden)} steps")]
 
 
-def _of_what_was_said(steps: Sequence[Step]) -> list[Finding]:
-    said = Counter(_NUMBER.sub("N", message) for step in steps for message in step.said)
-    return [
-        Finding("said again and again", f"{count} times: {message}")
-        for message, count in said.items()
-        if count > _OFTEN
-    ]
+def _of_what_was_said(tiered: Outcome, *, registered: bool) -> list[Finding]:
+    said = [message for step in tiered.steps for message in step.said]
+    counts = Counter(_NUMBER.sub("N", message) for message in said)
+    often = [f"{count} times: {message}" for message, count in counts.items() if count > _OFTEN]
+    found = [Finding("said again and again", text) for text in often]
+    advice = [message for message in (*said, str(tiered.error)) if "register_optimizer" in message]
+    if registered and advice:
+        found.append(Finding("advises to register what is registered", advice[0]))
+    return found
 
 
 def _of_the_error(plain: Outcome, tiered: Outcome, budget: int) -> list[Finding]:
@@ -124,15 +142,20 @@ def _of_the_report(tiered: Outcome, budget: int, *, modelled: bool) -> list[Find
     if tiered.report is None:
         error = tiered.unreported
         return [Finding(f"report() raises {type(error).__name__}", f"report() raised {error}")]
-    report, found = tiered.report, []
+    return _of_a_report(tiered.report, tiered.steps, budget, modelled=modelled)
+
+
+def _of_a_report(report: Report, steps: Sequence[Step], budget: int, *, modelled: bool) -> list[Finding]:
+    found = []
     if report.budget != budget:
         found.append(Finding("report: budget", f"the report's budget is {_mib(report.budget)} of {_mib(budget)}"))
     peak = report.measured_peak
-    if peak is not None and not agrees(peak, tiered.steps[-_LAST:]):
-        peaks = ", ".join(_mib(step.peak) for step in tiered.steps[-_LAST:])
+    if peak is not None and not agrees(peak, steps[-_LAST:]):
+        peaks = ", ".join(_mib(step.peak) for step in steps[-_LAST:])
         found.append(Finding("report: measured peak", f"measured_peak is {_mib(peak)}, and steps took {peaks}"))
-    if modelled and report.measured is not None and report.measured < report.least * (1 - _NOISE):
-        text = f"measured {report.measured:.6f} s, and no plan is below {report.least:.6f} s"
+    least, measured = report.least, report.measured
+    if modelled and least is not None and measured is not None and measured < least * (1 - _NOISE):
+        text = f"measured {measured:.6f} s, and no plan is below {least:.6f} s"
         found.append(Finding("report: measured below the least", text))
     return found
 

@@ -68,7 +68,9 @@ def run_case(number: int) -> Verdict:
         text = "".join(traceback.format_exception(error))
         return Verdict(case, budget, (Finding(f"raises {type(error).__name__}", text),), plain)
     modelled = bool(os.environ.get("ASCEND_EMULATOR_CLOCK"))
-    return Verdict(case, budget, tuple(judge(plain, tiered, budget, modelled=modelled)), plain, tiered)
+    registered = case.optimizer.residency in ("host", "disk", "auto")
+    findings = judge(plain, tiered, budget, registered=registered, modelled=modelled)
+    return Verdict(case, budget, tuple(findings), plain, tiered)
 
 
 def again(number: int) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-# torchao compiles its steps, for which torch_npu needs a compiler that it does not bring.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
 low_bit = pytest.importorskip("torchao.optim", reason="make test-integrations installs it")
 
 from tests.models import Stack  # noqa: E402
@@ -20,6 +18,14 @@ pytestmark = [
     pytest.mark.slow(why="trainings with a framework that takes seconds to import"),
     pytest.mark.filterwarnings("ignore"),  # its own
 ]
+
+
+@pytest.fixture(autouse=True)
+def not_compiled() -> Iterator[None]:
+    """torchao compiles its steps, for which torch_npu needs a compiler that it does not bring."""
+    with torch._dynamo.config.patch(disable=True):
+        yield
+
 
 KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 # How the optimizer is registered; None is a plain training.

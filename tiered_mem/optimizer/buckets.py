@@ -35,7 +35,6 @@ class Buckets:
     stay: the states stay on the device until `offload`, and are there again after `reload`.
     separable: the optimizer may be stepped bucket by bucket, and is tried out unless that is known of it. False is
     at once, with all states on the device; None is at once unless it is known.
-    around: gives what a step bucket by bucket is made in.
 
     all: the buckets, none before `adopt`. known: the parameters in them. choice: how steps are made. away: states
     leave the device after a step. here: they are where the optimizer looks for them. broken: makes the error of a
@@ -54,10 +53,8 @@ class Buckets:
         *,
         stay: bool,
         separable: bool | None,
-        around: Callable[[Buckets], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._optimizer = optimizer
-        self._around = around
         self._device = device
         self.residences = residences
         self._stay = stay
@@ -124,8 +121,7 @@ class Buckets:
             return bucket.fits(self._split)
 
         try:
-            with self._around(self):
-                self._pipeline.run(self.all, changing, step, self._replace, self.window_bytes)
+            self._pipeline.run(self.all, changing, step, self._replace, self.window_bytes)
         except BaseException as error:
             if not begun:
                 raise

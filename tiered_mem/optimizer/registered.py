@@ -105,9 +105,8 @@ class RegisteredOptimizers:
             residences,
             stay=stay,
             separable=separable,
-            around=contextlib.nullcontext if self._share is None or residency != "auto" else self._measured,
         )
-        states = States(optimizer, buckets)
+        states = States(optimizer, buckets, contextlib.nullcontext if self._share is None else self._measured)
         tiered = TieredOptimizer(optimizer, states, owner, StepCheck(optimizer, self._device))
         try:
             states.adopt()
@@ -156,7 +155,7 @@ class RegisteredOptimizers:
 
     @contextlib.contextmanager
     def _measured(self, buckets: Buckets) -> Iterator[None]:
-        """Measures what a step takes of the device, where it is made otherwise than the one before.
+        """Measures what a step takes of the device, where it is made otherwise than the one before, or sees it.
 
         In the first step there are no states that come through the window, but it is allotted to them already. What
         it takes indeed shows in the second, and may leave room for more to stay.
@@ -166,6 +165,7 @@ class RegisteredOptimizers:
         before, _ = self._steps.get(buckets, (None, 0))
         if self._share is None or before == way:
             yield
+            self._peak.look()
             return
         with self._peak.measured() as most:
             yield

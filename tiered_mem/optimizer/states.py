@@ -40,13 +40,19 @@ def _alone(method: Callable[Concatenate[States, P], R]) -> Callable[Concatenate[
 class States:
     """The states of one optimizer, in buckets. None are here before `adopt`.
 
-    buckets: of this optimizer, not used otherwise.
+    buckets: of this optimizer, not used otherwise. around: gives what a step without a closure is made in.
 
     at_once: whether it is stepped at once. closure_first: whether a step calls a closure once, before all else.
     version: another one whenever states have changed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Buckets) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Buckets,
+        around: Callable[[Buckets], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        self._around = around
         self._lock = threading.RLock()
         self._optimizer = optimizer
         self.buckets = buckets
@@ -84,6 +90,11 @@ class States:
         the optimizer alone does, and leaves the same behind.
         """
         self.check()
+        # A closure has forwards and a backward of its own, which others look at.
+        with contextlib.nullcontext() if closure is not None else self._around(self.buckets):
+            return self._step(closure, options or {})
+
+    def _step(self, closure: Callable[[], float] | None, options: dict[str, Any]) -> Any:
         buckets = self.buckets
         if not buckets.here:
             self._adopt_unknown()
@@ -91,7 +102,7 @@ class States:
         if in_place or closure is not None or options or buckets.choice.at_once_now(buckets.all):
             with self.present():
                 arguments = [] if closure is None else [_interruptible(closure)]
-                return bare_step(self._optimizer)(*arguments, **options or {})
+                return bare_step(self._optimizer)(*arguments, **options)
         self.version += 1
         with self._in_place():
             buckets.step()
