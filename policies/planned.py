@@ -209,7 +209,10 @@ class PlannedPolicy:
         step.peak = self._most
         if step.peak > self._given:
             cause = self._cause(step)
-            self._overruns.see(Overrun(step.number, step.peak, self._given, cause, self._most_blocks, stayed))
+            registered = self.states.registered
+            self._overruns.see(
+                Overrun(step.number, step.peak, self._given, cause, self._most_blocks, stayed, registered)
+            )
         if self.states.kept != self._kept:
             step.passing = True
             self._repertoire.states_moved()

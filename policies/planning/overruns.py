@@ -26,7 +26,7 @@ class Cause(Enum):
 
 # Beside a larger budget, which always helps.
 _HELPS: dict[Cause, str] = {
-    Cause.AFTER: "register_optimizer() or smaller bucket_bytes; evaluations in smaller batches, and with no_grad()",
+    Cause.AFTER: "evaluations in smaller batches, and with no_grad()",
     Cause.SMALL: "nothing, if it is the last time; a smaller min_bytes from the beginning",
     Cause.NOTHING: "checkpoints, or smaller batches",
     Cause.TWICE: "one backward of the sum of the losses, and no create_graph; checkpoints, or smaller batches",
@@ -42,7 +42,7 @@ class Overrun:
 
     step: its number. peak: the most that was allocated. budget: what should have been. blocks: of the peak, those
     in blocks, which can move, but for some that are in use. stayed: what else its layers saved, by the reason for
-    which it cannot, in words.
+    which it cannot, in words. registered: an optimizer is.
     """
 
     step: int
@@ -51,15 +51,19 @@ class Overrun:
     cause: Cause
     blocks: int
     stayed: Mapping[str, int]
+    registered: bool = False
 
     def __str__(self) -> str:
         largest = sorted(self.stayed.items(), key=lambda each: each[1], reverse=True)
         told = "".join(f"; its layers saved {format_bytes(nbytes)} {why}" for why, nbytes in largest[:2])
         peak, over, rest = map(format_bytes, (self.peak, self.peak - self.budget, self.peak - self.blocks))
+        helps = _HELPS[self.cause]
+        if self.cause is Cause.AFTER:
+            helps += f"; {'smaller bucket_bytes' if self.registered else 'register_optimizer()'}"
         return (
             f"step {self.step} took {peak} of the device, {over} more than the budget of "
             f"{format_bytes(self.budget)}: {self.cause.value}. {format_bytes(self.blocks)} of it were in blocks, "
-            f"which can move, and {rest} were not{told}. What helps: a budget of {peak}; {_HELPS[self.cause]}"
+            f"which can move, and {rest} were not{told}. What helps: a budget of {peak}; {helps}"
         )
 
 

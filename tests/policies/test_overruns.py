@@ -1,0 +1,52 @@
+"""What is said of steps above the budget."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from tests.policies.planned import gpt
+from tests.policies.simulated.machine import Machine
+from tests.policies.simulated.random_steps import LINK, MIB
+from tests.policies.simulated.steps import budget_between, profile
+from tests.policies.simulated.strange_steps import twice
+from tiered_mem.policies import PlannedPolicy
+from tiered_mem.policies.planning.overruns import Cause, Overrun, Overruns
+
+OVERRUN = Overrun(7, 120 * MIB, 100 * MIB, Cause.NOTHING, 5 * MIB, {"in tensors below min_bytes": 64 * MIB})
+
+
+def test_it_has_the_numbers_and_what_helps() -> None:
+    told = str(OVERRUN)
+    assert "step 7 took 120.0 MiB of the device, 20.0 MiB more than the budget of 100.0 MiB" in told
+    assert "5.0 MiB of it were in blocks, which can move, and 115.0 MiB were not" in told
+    assert "its layers saved 64.0 MiB in tensors below min_bytes" in told
+    assert "What helps: a budget of 120.0 MiB; " in told
+
+
+def test_each_cause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    overruns = Overruns()
+    with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
+        for cause in (*Cause, *Cause):
+            overruns.see(replace(OVERRUN, cause=cause))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(Cause)
+    assert all(cause.value in told for cause, told in zip(Cause, said, strict=True))
+
+
+def test_what_is_registered_is_not_advised_to_be() -> None:
+    after = replace(OVERRUN, cause=Cause.AFTER)
+    assert "register_optimizer" in str(after)
+    assert "register_optimizer" not in str(replace(after, registered=True))
+
+
+def test_a_backward_that_comes_twice_is_told_as_that(caplog: pytest.LogCaptureFixture) -> None:
+    step = twice(gpt(layers=4))
+    machine = Machine(PlannedPolicy(least := budget_between(profile(gpt(layers=4)), 0.0) // 2, LINK), LINK)
+    with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
+        for _ in range(3):
+            assert machine.run(step).peak > least
+    assert caplog.text.count(Cause.TWICE.value) == 1
+    assert machine.policy.report().missing
