@@ -12,7 +12,7 @@ import weakref
 from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 Handler = Callable[[int, FrameType | None], Any]
@@ -59,6 +59,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._signals = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
         self._known: list[object] = []
+        self._leaving: list[weakref.ref[Leaving]] = []
         self._closed = False
         self._main = threading.main_thread().ident
 
@@ -71,6 +72,17 @@ class Interrupts:
             for number, handler in zip(self._signals, handlers, strict=True):
                 self._hold_back(number, handler)
             self._known = list(map(getsignal, self._signals))
+
+    def tell(self, leaving: Leaving) -> None:
+        """From now on `leave` of it is called where a handler raises. Does not keep it."""
+        self._leaving = [each for each in self._leaving if each() is not None] + [weakref.ref(leaving)]
+
+    @uninterrupted
+    def leave(self) -> None:
+        """A handler has raised in the main thread, and what runs there is broken off."""
+        for each in self._leaving:
+            if (leaving := each()) is not None:
+                leaving.leave()
 
     def close(self) -> None:
         """Puts back the handlers that no other manager holds back. Only the main thread can."""
@@ -93,6 +105,12 @@ class Interrupts:
             signal.signal(number, held)
 
 
+class Leaving(Protocol):
+    """Has something under way in the main thread that hears of no end where an interrupt ends it."""
+
+    def leave(self) -> None: ...
+
+
 class HeldBack:
     """A handler that waits until the main thread is in no `uninterrupted` function.
 
@@ -106,7 +124,12 @@ class HeldBack:
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         if not _is_inside(frame):
-            return self.handler(number, frame)
+            try:
+                return self.handler(number, frame)
+            except BaseException:
+                for user in list(self.users):
+                    user.leave()
+                raise
         if not self._coming:
             self._coming = True
             _thread.start_new_thread(self._come_again, (number,))

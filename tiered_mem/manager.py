@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
+from typing import NoReturn, SupportsIndex
 
 import torch
 
@@ -158,7 +159,9 @@ class TieringManager:
                 before=(self._phases.free,) if share is None else (self._phases.free, self._optimizers.count),
                 after=self._optimizers.poll,
             )
-            self.contexts = Contexts(self.activations, self._policy, self.device, self._disk, self._counters)
+            self.contexts = Contexts(
+                self.activations, self._policy, self.device, self._disk, self._counters, self._interrupts
+            )
             # Saved tensors keep these, and not the manager.
             owned = (self._engine, self._host, self._disk, self._interrupts)
             weakref.finalize(self.activations, _abandon, *owned).atexit = False
@@ -360,6 +363,7 @@ class TieringManager:
         """
         with self._turn:
             self.activations.close()
+        self.contexts.close()
         try:
             self._optimizers.close()
             with self._turn:
@@ -378,6 +382,12 @@ class TieringManager:
                 self._disk.close()
             self._host.close()
         self._interrupts.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a TieringManager can be neither copied nor pickled: it owns host memory and streams. Make another "
+            "one, or leave it out of what is copied"
+        )
 
     def __enter__(self) -> TieringManager:
         return self

@@ -1,37 +1,36 @@
-"""Attached models: their forward enters its offload context by itself."""
+"""Attached models: the calls of their layers are followed wherever they come from."""
 
 from __future__ import annotations
 
-import inspect
+import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
 
 import torch
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
-from .reduced import reduced
-from .saved_hooks import COMPILE_LAYERS
+from ..interrupts import uninterrupted
+from .copies import HookOwner, end_apart, has_hooks, keep_apart
+from .model_forwards import ModelForwards
+from .model_layers import parts_around
+from .saved_hooks import only_inlined, untraced_later
+
+_log = logging.getLogger("tiered_mem.activations")
 
 
 class Attachment:
     """What TieringManager.attach() returns. Keeps no model alive. A context manager, which ends with remove()."""
 
-    def __init__(self, model: torch.nn.Module, make_context: Callable[[torch.nn.Module], Context]) -> None:
-        self._forward = AttachedForward(model, make_context)
-        self._model = weakref.ref(model)
-        vars(model)["forward"] = self._forward
-        vars(model)["__reduce_ex__"] = self._forward.reduced
+    def __init__(self, followed: Followed) -> None:
+        self._followed = followed
 
     def remove(self) -> None:
         """The model runs as before. What it saved until now keeps moving. Idempotent."""
-        self._forward.active = False
-        model = self._model()
-        # Whoever has wrapped the forward since keeps ours in there, which does nothing any more.
-        if model is not None and vars(model).get("forward") is self._forward:
-            self._forward.give_back(model)
+        self._followed.stop()
 
     def __enter__(self) -> Attachment:
         return self
@@ -42,73 +41,150 @@ class Attachment:
         self.remove()
 
 
-class AttachedForward:
-    """A model's forward in an offload context: in training, with gradients on, and not inside of itself.
+class Followed(HookOwner):
+    """A model with hooks on its layers, and on the parts that have layers inside.
 
-    It takes the place of the model's method. Hooks of the model would not do: torch calls none of them when Ctrl-C
-    ends a forward, and whatever is saved after that would be taken for this forward's.
+    Other modules that have the same hooks, as replicas do, are not followed.
+
+    make_forwards: what follows the forwards of a thread; makes one for each.
     """
 
-    def __init__(self, model: torch.nn.Module, make_context: Callable[[torch.nn.Module], Context]) -> None:
-        self.active = True
-        self.__name__ = "forward"
-        self.__doc__ = model.forward.__doc__
-        self.__signature__ = inspect.signature(model.forward)
-        self._model = weakref.ref(model)
-        self._replaced: Callable[..., Any] | None = vars(model).get("forward")  # where somebody was here before
-        self._make_context = make_context
+    @uninterrupted
+    def __init__(
+        self, model: Module, layers: Sequence[Module], make_forwards: Callable[[Module], ModelForwards]
+    ) -> None:
+        self._name = type(model).__name__
+        self._make_forwards = partial(_of_living, weakref.ref(model), make_forwards)
+        self._active = True
+        self._seen = False
         self._of_thread = threading.local()
-        self._of_thread.context = make_context(model)  # what is wrong with it shows now
+        self._all: list[weakref.ref[ModelForwards]] = []
+        self._forwards()  # what is wrong with them shows now
+        self._modules: dict[int, weakref.ref[Module]] = {}
+        self._marks: list[RemovableHandle] = []
+        for layer in layers:
+            self._follow(layer, self.begin_layer, self.end_layer)
+        for part in parts_around(model, layers):
+            self._follow(part, self.begin_around, self.end_around)
+        weights = (weight for layer in layers for weight in layer.parameters())
+        trained = next((weight for weight in weights if weight.requires_grad and weight.is_leaf), None)
+        if trained is not None:
+            self._watch = trained.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self.first_backward
+            )
+            self._marks.append(self._watch)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._alive()
-        forward = self._replaced or partial(type(model).forward, model)
-        if not (self.active and model.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        context: Context | None = getattr(self._of_thread, "context", None)
-        if context is None:
-            context = self._of_thread.context = self._make_context(model)
-        if not context.free:
-            return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg=COMPILE_LAYERS)
-        with context:
-            return forward(*args, **kwargs)
+    def leave(self) -> None:
+        """What this thread runs of the model is broken off."""
+        if (forwards := getattr(self._of_thread, "forwards", None)) is not None:
+            forwards.end(early=True)
 
-    def reduced(self, protocol: Any) -> Any:
-        """What copy and pickle take of the model: a copy is not attached."""
-        return reduced(self._alive(), protocol, self._take_out)
+    @uninterrupted
+    def stop(self) -> None:
+        """Follows no further forward. Hooks stay until the forwards of other threads have ended."""
+        self._active = False
+        self.leave()
+        self._take_away()
 
-    def give_back(self, model: torch.nn.Module) -> None:
-        """The model has the forward again that it had before."""
-        del vars(model)["__reduce_ex__"], vars(model)["forward"]
-        if self._replaced is not None:
-            vars(model)["forward"] = self._replaced
+    # torch adds a hook before it notes that the hook takes the named inputs as well: another thread may see the one
+    # without the other. And torch.export traces what it comes to.
+    @only_inlined
+    def begin_layer(
+        self, module: Module, inputs: tuple[object, ...], named: dict[str, object] | None = None
+    ) -> None:
+        if not torch.compiler.is_exporting():
+            self._begin_layer(module, (*inputs, *(named or {}).values()))
 
-    def _take_out(self, state: dict[str, Any]) -> None:
-        state.pop("forward", None)
-        if self._replaced is not None:
-            state["forward"] = self._replaced
+    @only_inlined
+    def end_layer(self, module: Module, inputs: object, output: object) -> None:
+        if not torch.compiler.is_exporting():
+            self._end_layer(module, output)
 
-    def _alive(self) -> torch.nn.Module:
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model whose forward this is does not live any more")
-        return model
+    @only_inlined
+    def begin_around(self, module: Module, inputs: object, named: object = None) -> None:
+        if not torch.compiler.is_exporting():
+            self._begin_around(module)
+
+    @only_inlined
+    def end_around(self, module: Module, inputs: object, output: object) -> None:
+        if not torch.compiler.is_exporting():
+            self._end_around(module)
+
+    def first_backward(self, weight: torch.Tensor) -> None:
+        """A gradient has come to one of the layers' weights."""
+        self._watch.remove()
+        if self._active and not self._seen:
+            _log.warning(_NOT_SEEN, self._name)
+
+    @untraced_later
+    @uninterrupted
+    def _begin_layer(self, module: Module, inputs: Sequence[object]) -> None:
+        if self._active and self._is_followed(module):
+            self._seen |= self._forwards().begin_layer(module, inputs)
+
+    @untraced_later
+    @uninterrupted
+    def _end_layer(self, module: Module, output: object) -> None:
+        if self._is_followed(module):
+            self._forwards().end_layer(module, output)
+            self._take_away()
+
+    @untraced_later
+    @uninterrupted
+    def _begin_around(self, module: Module) -> None:
+        if self._active and self._is_followed(module):
+            self._forwards().begin_around(module)
+
+    @untraced_later
+    @uninterrupted
+    def _end_around(self, module: Module) -> None:
+        if self._is_followed(module):
+            self._forwards().end_around(module)
+            self._take_away()
+
+    def _follow(self, module: Module, begin: Callable[..., None], end: Callable[..., None]) -> None:
+        self._modules[id(module)] = weakref.ref(module)
+        keep_apart(module)
+        self._marks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+        # Whoever puts hooks for saved tensors on the stack in a hook before ours takes them away after ours.
+        self._marks.append(module.register_forward_hook(end, always_call=True, prepend=True))
+
+    def _is_followed(self, module: Module) -> bool:
+        known = self._modules.get(id(module))
+        return known is not None and known() is module
+
+    def _forwards(self) -> ModelForwards:
+        forwards: ModelForwards | None = getattr(self._of_thread, "forwards", None)
+        if forwards is None:
+            forwards = self._of_thread.forwards = self._make_forwards()
+            self._all = [each for each in self._all if each() is not None] + [weakref.ref(forwards)]
+        return forwards
+
+    def _take_away(self) -> None:
+        """Takes the hooks away, if nobody needs them any more."""
+        if self._active or any(forwards.under_way for each in self._all if (forwards := each()) is not None):
+            return
+        for mark in self._marks:
+            mark.remove()
+        for known in self._modules.values():
+            if (module := known()) is not None:
+                end_apart(module)
 
 
-def is_attached(model: torch.nn.Module) -> bool:
-    """Whether the model's forward is that of an attachment which was not removed."""
-    forward = vars(model).get("forward")
-    return isinstance(forward, AttachedForward) and forward.active
+def is_attached(module: Module) -> bool:
+    """Whether the module has hooks of an attachment."""
+    return has_hooks(module, Followed)
 
 
-class Context(Protocol):
-    """An offload context. free: whether it can be entered."""
+_NOT_SEEN = (
+    "a backward has come to the layers of %s, and no call of theirs was seen before: nothing of what they saved "
+    "moves. Call the model, as model(x), or its layers, as layer(x): not their forward(x), not layers inside of "
+    "torch.utils.checkpoint alone, and no model that ran compiled before it was attached"
+)
 
-    @property
-    def free(self) -> bool: ...
-    def __enter__(self) -> object: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+
+def _of_living(model: weakref.ref[Module], make: Callable[[Module], ModelForwards]) -> ModelForwards:
+    alive = model()
+    if alive is None:
+        raise ReferenceError("the model that was attached does not live any more")
+    return make(alive)

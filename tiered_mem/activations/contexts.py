@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -9,13 +10,15 @@ import torch
 
 from ..arguments import instance, items, whole_number, yes_or_no
 from ..device import Device
+from ..interrupts import Interrupts
 from ..policies import ManualPolicy, PlannedPolicy, Policy
 from ..sizes import format_bytes, parse_bytes
 from ..spill.disk_tier import DiskTier
 from ..stats import Counters
 from .activations import Activations
-from .attachment import Attachment, is_attached
+from .attachment import Attachment, Followed, is_attached
 from .layer_context import LayerContext, LayerSequence
+from .model_forwards import ModelForwards
 from .model_layers import repeated_blocks
 from .movable import Movable, Stayed
 from .offload_context import OffloadContext
@@ -28,13 +31,21 @@ class Contexts:
     """Contexts for the activations of one manager. Arguments and errors are those of TieringManager."""
 
     def __init__(
-        self, activations: Activations, policy: Policy, device: Device, disk: DiskTier | None, counters: Counters
+        self,
+        activations: Activations,
+        policy: Policy,
+        device: Device,
+        disk: DiskTier | None,
+        counters: Counters,
+        interrupts: Interrupts,
     ) -> None:
         self._activations = activations
         self._policy = policy
         self._device = device
         self._disk = disk
         self._counters = counters
+        self._interrupts = interrupts
+        self._followed: list[weakref.ref[Followed]] = []
         self._of_blocks: dict[tuple[object, int, int | str | None], LayerContext] = {}
 
     def of_layers(
@@ -57,13 +68,23 @@ class Contexts:
     ) -> Attachment:
         """For each forward of a model."""
         instance("model", model, torch.nn.Module)
-        if is_attached(model):
-            raise ValueError(f"this {type(model).__name__} is attached already: remove() that attachment first")
         if layers is None:
             named = repeated_blocks(model)
         else:
             named = [instance("layers", layer, torch.nn.Module) for layer in layers]
-        return Attachment(model, partial(self._of_model, layers=named, min_bytes=min_bytes))
+        if any(map(is_attached, (model, *named))):
+            raise ValueError(f"this {type(model).__name__} is attached already: remove() that attachment first")
+        places = [weakref.ref(layer) for layer in named]
+        followed = Followed(model, named, partial(self._forwards_of, layers=places, min_bytes=min_bytes))
+        self._interrupts.tell(followed)
+        self._followed = [each for each in self._followed if each() is not None] + [weakref.ref(followed)]
+        return Attachment(followed)
+
+    def close(self) -> None:
+        """No model is attached any more."""
+        for each in self._followed:
+            if (followed := each()) is not None:
+                followed.stop()
 
     def of_loop(self, num_layers: int, *, min_bytes: int | str | None, variable_depth: bool) -> LayerContext:
         """For a loop of the user's own."""
@@ -115,8 +136,19 @@ class Contexts:
     def _of_model(
         self, model: torch.nn.Module, *, layers: list[torch.nn.Module], min_bytes: int | str | None
     ) -> OffloadContext:
+        movable = self._movable_of(model, layers, min_bytes)
+        return OffloadContext(self._activations, layers, movable, whole=True)
+
+    def _forwards_of(
+        self, model: torch.nn.Module, *, layers: Sequence[weakref.ref[torch.nn.Module]], min_bytes: int | str | None
+    ) -> ModelForwards:
+        alive = [layer for each in layers if (layer := each()) is not None]
+        return ModelForwards(self._activations, self._movable_of(model, alive, min_bytes), len(alive))
+
+    def _movable_of(
+        self, model: torch.nn.Module, layers: list[torch.nn.Module], min_bytes: int | str | None
+    ) -> Movable:
         self._policy.check(len(layers))
         inside = {module for layer in layers for module in layer.modules()}
         others = [module for module in model.modules() if module not in inside]
-        movable = self.movable(layers, others=others, min_bytes=min_bytes)
-        return OffloadContext(self._activations, layers, movable, whole=True)
+        return self.movable(layers, others=others, min_bytes=min_bytes)

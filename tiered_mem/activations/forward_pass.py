@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import changed_tensor
 from ..interrupts import uninterrupted
@@ -18,7 +17,7 @@ from ..wrappers import Apart, take_apart
 from .activations import Activations
 from .block import Block, Origin, View, origin_of
 from .movable import Movable, has_storage
-from .saved_hooks import is_method_of, refuse_rivals, saving_hook, untraced
+from .saved_hooks import is_method_of, owner_of, refuse_rivals, saving_hook, untraced
 
 
 class ForwardPass:
@@ -30,13 +29,22 @@ class ForwardPass:
     num_layers: how many layers the forward is expected to have, for the policy.
     claims_strays: what is saved outside of all layers is that of the next layer to begin, and not only where it is
         one of its inputs.
+    open_ended: nobody may come to say that it has ended. Then it ends where its backward begins.
+    ended: `end` was called. elsewhere: nothing that its layers saved has come here.
     """
 
     def __init__(
-        self, activations: Activations, movable: Movable, num_layers: int, *, claims_strays: bool = False
+        self,
+        activations: Activations,
+        movable: Movable,
+        num_layers: int,
+        *,
+        claims_strays: bool = False,
+        open_ended: bool = False,
     ) -> None:
         self._activations = activations
         self._claims_strays = claims_strays
+        self._open_ended = open_ended
         self._movable = movable
         self._weights = movable.weights()
         self._min_bytes = movable.min_bytes
@@ -44,12 +52,14 @@ class ForwardPass:
         self._small_before = 0  # the layer that runs
         self._expected = num_layers
         self._layer: int | None = None
-        self._inputs: dict[int, int] = {}
-        self._addresses: list[StorageWeakRef] = []  # which no other storage has as long as these live
+        # Of the layer that began last. torch's StorageWeakRef would swallow an interrupt when it dies.
+        self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._strays: dict[int, list[weakref.ref[StrayTensor]]] = {}
         self._backward_of: int | None = None
         self.keys: list[dict[int, None]] = []
         self.saver: int | None = None  # the layer that saved the tensor which came last
+        self.ended = False
+        self.elsewhere = False
         self.graph = activations.new_graph()
         activations.notify(ForwardBegin(self.graph, num_layers))
 
@@ -62,6 +72,11 @@ class ForwardPass:
     def layers(self) -> int:
         """How many have begun so far."""
         return len(self.keys)
+
+    @property
+    def saves_here(self) -> bool:
+        """Whether what this thread saves now comes here."""
+        return owner_of(saving_hook()) is self
 
     def hooks(self) -> saved_tensors_hooks:
         """What is saved inside is this pass's. Raises ValueError inside of another offloader's."""
@@ -79,8 +94,7 @@ class ForwardPass:
         storages = [
             tensor.untyped_storage() for tensor in inputs if type(tensor) is torch.Tensor and has_storage(tensor)
         ]
-        self._inputs = {storage._cdata: layer for storage in storages}
-        self._addresses = [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
+        self._inputs = {storage._cdata: weakref.ref(storage) for storage in storages}
         if self._strays:
             self._claim_strays(layer)
         return layer
@@ -101,22 +115,26 @@ class ForwardPass:
     def begin_backward(self, layer: int) -> None:
         """The layer's backward begins. The first tensor that it asks for tells as much."""
         if layer != self._backward_of:
+            if self._open_ended and self._layer is None:
+                self.end()
             self._backward_of = layer
             self._activations.notify(LayerBegin(self.graph, layer, backward=True))
 
-    def end(self, *, early: bool = False, elsewhere: bool = False) -> None:
-        """No more is saved. What was saved stays until autograd lets go of it.
+    def end(self, *, early: bool = False) -> None:
+        """No more is saved. What was saved stays until autograd lets go of it. Idempotent.
 
-        early: it was broken off, and says nothing of what a whole one leaves on the device. elsewhere: nothing that
-        its layers saved has come here.
+        early: it was broken off, and says nothing of what a whole one leaves on the device.
         """
+        if self.ended:
+            return
+        self.ended = True
         self._layer = None
         self._inputs = {}
         self._strays = {}
         self._weights = frozenset()
         self._activations.notify(ForwardEnd(self.graph))
         moved = self._activations.count_stayed(chain.from_iterable(self.keys), self._movable.stayed)
-        self._movable.stayed.forward_ends(None if early else moved, layers=len(self.keys), elsewhere=elsewhere)
+        self._movable.stayed.forward_ends(None if early else moved, layers=len(self.keys), elsewhere=self.elsewhere)
 
     # Each tensor that a model saves comes through here, most of them to stay. So the two calls ask what is cheap
     # first, and call few functions.
@@ -135,9 +153,9 @@ class ForwardPass:
                     small.nbytes += nbytes
             elif self._movable.moves(tensor, self._weights):
                 if layer is None:
-                    layer = self._inputs.get(tensor.untyped_storage()._cdata)
-                    if layer is None:
+                    if not self._is_input(tensor.untyped_storage()):
                         return self._pack_stray(tensor)
+                    layer = len(self.keys) - 1
                 block, view = self._activations.save(tensor, self.graph, layer)
                 self.keys[layer][block.key] = None
                 return SavedTensor(self._activations, block, view, layer)
@@ -168,8 +186,7 @@ class ForwardPass:
         Autograd's engine gives each node of a backward the hooks that were there when the backward began. So what
         is added here ends with the node that asks for a saved tensor, and is for what that node saves.
         """
-        mine = getattr(saving_hook(), "__self__", None) is self
-        if not mine and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not self.saves_here and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             self._weights = self._movable.weights()
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack_in_backward, self.unpack)
 
@@ -180,9 +197,16 @@ class ForwardPass:
         finally:
             self._layer = layer
 
-    def _pack_stray(self, tensor: torch.Tensor) -> StrayTensor:
+    def _is_input(self, storage: torch.UntypedStorage) -> bool:
+        reference = self._inputs.get(storage._cdata)
+        return reference is not None and reference() is storage
+
+    def _pack_stray(self, tensor: torch.Tensor) -> StrayTensor | KeptTensor:
+        kept = keep(tensor, None)
+        if self.ended or not has_storage(kept.tensor):  # what is detached inside torch.func's transforms is theirs
+            return kept
         self._movable.stayed.add("outside", tensor.nbytes)
-        stray = StrayTensor(keep(tensor, None))
+        stray = StrayTensor(kept)
         self._strays.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(stray))
         return stray
 
@@ -304,3 +328,9 @@ def keep(tensor: torch.Tensor, layer: int | None) -> KeptTensor:
 def is_packing() -> bool:
     """Whether what this thread saves now goes to a ForwardPass."""
     return is_method_of(saving_hook(), ForwardPass)
+
+
+def drop_ended_hooks() -> None:
+    """Takes away hooks of forwards that have ended while others' hooks lay above theirs."""
+    while isinstance(forward := owner_of(saving_hook()), ForwardPass) and forward.ended:
+        torch._C._autograd._pop_saved_tensors_default_hooks()

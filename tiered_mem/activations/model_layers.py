@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -57,6 +57,16 @@ def repeated_blocks(model: Module) -> list[Module]:
     raise LayersUnknown(model)
 
 
+def parts_around(model: Module, layers: Iterable[Module]) -> list[Module]:
+    """The model's modules that have layers inside, the model with them. Not lists, which nobody calls."""
+    found = set(layers)
+    return [
+        part
+        for part in model.modules()
+        if part not in found and _can_be_called(part) and not found.isdisjoint(part.modules())
+    ]
+
+
 def _runs(name: str, module: Module, suits: Callable[[Module, list[Module]], bool]) -> Iterator[Run]:
     layers = list(module.children())
     if _has_weights(module) and suits(module, layers):
@@ -96,6 +106,10 @@ def _is_list(module: Module) -> bool:
 
 def _is_block(module: Module) -> bool:
     return _has_weights(module) and next(module.children(), None) is not None
+
+
+def _can_be_called(module: Module) -> bool:
+    return type(module).forward is not Module.forward or "forward" in vars(module)
 
 
 def _grows(stages: list[Module]) -> bool:

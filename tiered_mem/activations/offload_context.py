@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..interrupts import uninterrupted
 from .activations import Activations
+from .copies import HookOwner, end_apart, keep_apart
 from .forward_pass import ForwardPass
+from .layer_calls import LayerCalls
 from .movable import Movable
-from .reduced import reduced
-from .saved_hooks import is_method_of, refuse_rivals, untraced
+from .saved_hooks import untraced
 
 
 class OffloadContext(contextlib.ContextDecorator):
@@ -70,20 +67,18 @@ class OffloadContext(contextlib.ContextDecorator):
                 self._expected = layers
 
 
-class _Entered:
-    """What there is only while a forward runs: hooks on the layers, and which of them are running.
+class _Entered(HookOwner):
+    """What there is only while a forward runs: hooks on the layers, for this thread.
 
     Raises what torch does where saved-tensor hooks are not allowed, as in torch.func.grad, and ValueError inside of
     another offloader. Nothing is left then. One inside of the layers shows only when nothing has come.
     """
 
     def __init__(self, forward: ForwardPass, layers: Sequence[torch.nn.Module]) -> None:
-        self._forward = forward
+        self._calls = LayerCalls(forward)
         self._thread = get_ident()
-        self._running: list[tuple[torch.nn.Module, int]] = []
         self._marks: list[RemovableHandle] = []
-        self._copied_without: list[torch.nn.Module] = []
-        self._came = self._elsewhere = False
+        self._layers = list(dict.fromkeys(layers))
         try:
             self._hooks: saved_tensors_hooks = forward.hooks()
             self._hooks.__enter__()
@@ -91,22 +86,20 @@ class _Entered:
             forward.end(early=True)
             raise
         begin, end = untraced(self._begin), untraced(self._end)
-        for layer in dict.fromkeys(layers):
+        for layer in self._layers:
+            keep_apart(layer)
             self._marks.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
             self._marks.append(layer.register_forward_hook(end, always_call=True))
-            if "__reduce_ex__" not in vars(layer):
-                vars(layer)["__reduce_ex__"] = partial(_without_hooks, layer)
-                self._copied_without.append(layer)
 
     def leave(self, *, early: bool) -> int:
         """Takes the hooks away. Returns how many layers ran. early: an exception ended the forward."""
         self._hooks.__exit__()
         for mark in self._marks:
             mark.remove()
-        for layer in self._copied_without:
-            vars(layer).pop("__reduce_ex__", None)
-        self._forward.end(early=early, elsewhere=self._elsewhere and not self._came)
-        return self._forward.layers
+        for layer in self._layers:
+            end_apart(layer)
+        self._calls.forward.end(early=early)
+        return self._calls.forward.layers
 
     # torch adds a hook before it notes that the hook takes the named inputs as well: another thread may see the one
     # without the other.
@@ -115,37 +108,9 @@ class _Entered:
         self, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object] | None = None
     ) -> None:
         if get_ident() == self._thread:
-            refuse_rivals()
-            self._running.append((module, self._forward.begin_layer((*inputs, *(named or {}).values()))))
+            self._calls.begin(module, (*inputs, *(named or {}).values()))
 
     @uninterrupted
     def _end(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        if get_ident() != self._thread or all(module is not running for running, _ in self._running):
-            return  # somebody else's hook raised before this layer began
-        # What an interrupt ended in between, before it was inside of its own forward, is over as well.
-        while (ended := self._running.pop())[0] is not module:
-            pass
-        self._came = self._came or self._forward.saver == ended[1]
-        self._elsewhere = self._elsewhere or (not self._came and _has_graph(output))
-        self._forward.end_layer(ended[1])
-        self._forward.resume_layer(self._running[-1][1] if self._running else None)
-
-
-def _has_graph(output: object) -> bool:
-    """Whether a layer's output is of use to backward, for which the layer has to have saved something."""
-    return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(output))
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-
-
-def _without_hooks(layer: torch.nn.Module, protocol: Any) -> Any:
-    """What copy and pickle take of a layer while a context is entered."""
-    return reduced(layer, protocol, partial(_take_out_hooks, layer))
-
-
-def _take_out_hooks(layer: torch.nn.Module, state: dict[str, Any]) -> None:
-    ours = {key for name in _HOOKS for key, hook in vars(layer)[name].items() if is_method_of(hook, _Entered)}
-    for name in {*_HOOKS, *_FLAGS} & state.keys():
-        state[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
+        if get_ident() == self._thread:
+            self._calls.end(module, output)

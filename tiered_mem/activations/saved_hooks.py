@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from functools import wraps
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Other offloaders by what makes their hooks, and how a user switches them on. The innermost hooks have the tensors.
 _RIVALS = {
@@ -38,9 +41,19 @@ def refuse_rivals() -> None:
         )
 
 
+def owner_of(function: object) -> object:
+    """Whose method a function is, by itself or as `untraced` returned it. None if it is nobody's."""
+    return getattr(getattr(function, "__wrapped__", function), "__self__", None)
+
+
 def is_method_of(function: object, kind: type) -> bool:
-    """Whether a function is a method of an object of this kind, by itself or as `untraced` returned it."""
-    return isinstance(getattr(getattr(function, "__wrapped__", function), "__self__", None), kind)
+    """Whether a function is a method of an object of this kind."""
+    return isinstance(owner_of(function), kind)
+
+
+def is_checkpoint() -> bool:
+    """Whether what is saved now goes to torch.utils.checkpoint, which throws it away."""
+    return getattr(saving_hook(), "__qualname__", "").startswith(("_checkpoint_hook", "_recomputation_hook"))
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
@@ -51,3 +64,26 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         function, reason=COMPILE_LAYERS
     )
     return kept_out
+
+
+def only_inlined(function: F) -> F:
+    """The function, which torch.compile traces inside of what it compiles, and never compiles by itself."""
+    frames = torch._C._dynamo.eval_frame
+    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(cast(FunctionType, function).__code__, skipped)
+    return function
+
+
+def untraced_later(function: Callable[P, R]) -> Callable[P, R]:
+    """As `untraced`, for what may be called before torch.compile is imported, and traced then."""
+    kept_out: list[Callable[P, R]] = []
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not kept_out and "torch._dynamo" in sys.modules:
+            if torch.compiler.is_compiling():
+                torch._dynamo.graph_break(msg=COMPILE_LAYERS)
+            kept_out.append(untraced(function))
+        return (kept_out[0] if kept_out else function)(*args, **kwargs)
+
+    return only_inlined(call)
