@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch.nn import Module
@@ -15,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..interrupts import uninterrupted
 from .copies import HookOwner, end_apart, has_hooks, keep_apart
-from .model_forwards import ModelForwards
 from .model_layers import parts_around
 from .saved_hooks import only_inlined, untraced_later
 
@@ -41,6 +41,18 @@ class Attachment:
         self.remove()
 
 
+class Forwards(Protocol):
+    """The forwards of a model on one thread, found by the calls of its modules."""
+
+    @property
+    def under_way(self) -> bool: ...
+    def begin_around(self, module: Module) -> None: ...
+    def end_around(self, module: Module) -> None: ...
+    def begin_layer(self, module: Module, inputs: Iterable[object]) -> bool: ...
+    def end_layer(self, module: Module, output: object) -> None: ...
+    def end(self, *, early: bool = False) -> None: ...
+
+
 class Followed(HookOwner):
     """A model with hooks on its layers, and on the parts that have layers inside.
 
@@ -51,14 +63,14 @@ class Followed(HookOwner):
 
     @uninterrupted
     def __init__(
-        self, model: Module, layers: Sequence[Module], make_forwards: Callable[[Module], ModelForwards]
+        self, model: Module, layers: Sequence[Module], make_forwards: Callable[[Module], Forwards]
     ) -> None:
         self._name = type(model).__name__
         self._make_forwards = partial(_of_living, weakref.ref(model), make_forwards)
         self._active = True
         self._seen = False
         self._of_thread = threading.local()
-        self._all: list[weakref.ref[ModelForwards]] = []
+        self._all: list[weakref.ref[Forwards]] = []
         self._forwards()  # what is wrong with them shows now
         self._modules: dict[int, weakref.ref[Module]] = {}
         self._marks: list[RemovableHandle] = []
@@ -153,8 +165,8 @@ class Followed(HookOwner):
         known = self._modules.get(id(module))
         return known is not None and known() is module
 
-    def _forwards(self) -> ModelForwards:
-        forwards: ModelForwards | None = getattr(self._of_thread, "forwards", None)
+    def _forwards(self) -> Forwards:
+        forwards: Forwards | None = getattr(self._of_thread, "forwards", None)
         if forwards is None:
             forwards = self._of_thread.forwards = self._make_forwards()
             self._all = [each for each in self._all if each() is not None] + [weakref.ref(forwards)]
@@ -183,7 +195,7 @@ _NOT_SEEN = (
 )
 
 
-def _of_living(model: weakref.ref[Module], make: Callable[[Module], ModelForwards]) -> ModelForwards:
+def _of_living(model: weakref.ref[Module], make: Callable[[Module], Forwards]) -> Forwards:
     alive = model()
     if alive is None:
         raise ReferenceError("the model that was attached does not live any more")

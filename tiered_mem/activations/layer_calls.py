@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .forward_pass import ForwardPass
 from .saved_hooks import refuse_rivals
 
 
-class LayerCalls:
+class Forward(Protocol):
+    """One pass through a forward, which is told of its layers."""
+
+    saver: int | None
+    elsewhere: bool
+
+    def begin_layer(self, inputs: Iterable[object] = ()) -> int: ...
+    def resume_layer(self, layer: int | None) -> None: ...
+    def end_layer(self, layer: int) -> None: ...
+
+
+F = TypeVar("F", bound=Forward)
+
+
+class LayerCalls(Generic[F]):
     """Follows which layers of a forward are running, and whether what they save comes to it.
 
     A layer inside another one interrupts it.
     """
 
-    def __init__(self, forward: ForwardPass) -> None:
+    def __init__(self, forward: F) -> None:
         self.forward = forward
         self._running: list[tuple[torch.nn.Module, int]] = []
         self._came = False

@@ -36,7 +36,7 @@ class ModelForwards:
         self._activations = activations
         self._movable = movable
         self._num_layers = self._expected = num_layers
-        self._calls: LayerCalls | None = None  # of the forward that is not known to have ended
+        self._calls: LayerCalls[ForwardPass] | None = None  # of the forward that is not known to have ended
         self._loose = False
         self._hooks: saved_tensors_hooks | None = None
         self._call: weakref.ref[torch.nn.Module] | None = None  # what runs: the outermost part, or a loose layer
