@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -108,10 +108,12 @@ class Contexts:
         others: Sequence[torch.nn.Module] = (),
         min_bytes: int | str | None = 1,
         min_elements: int = 1,
+        replaced: Callable[[], bool] = lambda: False,
     ) -> Movable:
         """What judges saved tensors for one context. Raises ValueError where no block would fit the disk tier.
 
         min_bytes: None is 1 MiB, and less where that fills the device.
+        replaced: whether the model has no layer any more of these.
         """
         weights = (weight for layer in layers for weight in layer.parameters())
         self._device.check_some_here("the parameters of the layers", weights)
@@ -121,7 +123,8 @@ class Contexts:
                 f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
                 f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
             )
-        stayed = Stayed(self._counters.stayed, silent=isinstance(self._policy, ManualPolicy | PlannedPolicy))
+        silent = isinstance(self._policy, ManualPolicy | PlannedPolicy)
+        stayed = Stayed(self._counters.stayed, silent=silent, replaced=replaced)
         lacks = getattr(self._policy, "lacks", None) if min_bytes is None else None
         return Movable(
             self._device,
@@ -151,4 +154,11 @@ class Contexts:
         self._policy.check(len(layers))
         inside = {module for layer in layers for module in layer.modules()}
         others = [module for module in model.modules() if module not in inside]
-        return self.movable(layers, others=others, min_bytes=min_bytes)
+        places = [weakref.ref(layer) for layer in layers]
+        replaced = partial(_are_replaced, weakref.ref(model), places)
+        return self.movable(layers, others=others, min_bytes=min_bytes, replaced=replaced)
+
+
+def _are_replaced(model: weakref.ref[torch.nn.Module], layers: Sequence[weakref.ref[torch.nn.Module]]) -> bool:
+    alive = model()
+    return alive is not None and set(alive.modules()).isdisjoint(layer() for layer in layers)

@@ -173,6 +173,10 @@ _NOT_CALLED = (
     "none of the layers was called, and nothing moves: a whole model that ran compiled before has none any more. "
     "Compile the layers, or call torch.compiler.reset() and attach the model, or enter the context, before it runs"
 )
+_REPLACED = (
+    "none of the layers was called, and nothing moves: the model has others in their place. Attach it, or make the "
+    "context, after its layers were replaced"
+)
 
 
 class Stayed:
@@ -180,10 +184,18 @@ class Stayed:
 
     totals: those of the manager, by reason, to which each forward adds its own when it ends.
     silent: it says nothing of what the policy could have moved, as the user or a plan chooses that.
+    replaced: whether the model has no layer any more of those that it had.
     """
 
-    def __init__(self, totals: dict[Reason, Moved], *, silent: bool = False) -> None:
+    def __init__(
+        self,
+        totals: dict[Reason, Moved],
+        *,
+        silent: bool = False,
+        replaced: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._totals = totals
+        self._replaced = replaced
         self._said = False
         self._silent = silent
         self._now: dict[Reason, Moved] = {reason: Moved() for reason in REASONS}
@@ -216,7 +228,7 @@ class Stayed:
         saved = moved + sum(stayed.values())
         if elsewhere or (saved and not layers):
             self._said = True
-            _log.warning(_ELSEWHERE if elsewhere else _NOT_CALLED)
+            _log.warning(_ELSEWHERE if elsewhere else _REPLACED if self._replaced() else _NOT_CALLED)
             return
         silent = self._silent and stayed["other_device"] * 2 <= saved
         if silent or moved * 2 >= saved:

@@ -42,11 +42,6 @@ class OffloadContext(contextlib.ContextDecorator):
         self._expected = len(layers)
         self._entered: _Entered | None = None
 
-    @property
-    def free(self) -> bool:
-        """Whether it can be entered: no forward runs in it, and its manager is open."""
-        return self._entered is None and not self._activations.closed
-
     @uninterrupted
     def __enter__(self) -> OffloadContext:
         if self._entered is not None:
