@@ -1,6 +1,7 @@
 """python -m tests.interrupt_steps: real SIGINTs at random moments of training steps.
 
 The steps have activations that an LRU policy sends to the host and on to disk, a tiered optimizer, and phases.
+Their models are attached, or run in a context.
 After each interrupt nothing may be stuck or lost: the parameters are those from before the step or from after it,
 or an error says otherwise; the next step comes out right, to the last bit; and closing gives everything back.
 
@@ -21,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,13 +49,17 @@ STUCK_AFTER = 60.0  # seconds
 
 
 class Interrupter:
-    """Sends this process SIGINT, once each time, and raises KeyboardInterrupt while it is expected."""
+    """Sends this process SIGINT, once each time, and raises KeyboardInterrupt while it is expected.
+
+    raised: how often it has.
+    """
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self._expected = False
+        self.raised = 0
         signal.signal(signal.SIGINT, self._handle)
 
     @contextmanager
@@ -77,6 +82,7 @@ class Interrupter:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._expected:
             self._expected = False
+            self.raised += 1
             raise KeyboardInterrupt
 
 
@@ -158,7 +164,9 @@ class Run:
             spill_dir=self._folder,
             spill_bytes="32MiB",
         )
-        context = manager.offload_context(self._trainee.model.layers, min_bytes=1)
+        attached = self._random.random() < 0.5
+        attachment = manager.attach(self._trainee.model, min_bytes=1) if attached else None
+        context = nullcontext() if attached else manager.offload_context(self._trainee.model.layers, min_bytes=1)
         optimizer = manager.register_optimizer(
             torch.optim.AdamW(self._trainee.model.parameters(), lr=1e-2),
             bucket_bytes="8KiB",
@@ -170,17 +178,21 @@ class Run:
             self._look(manager, context, optimizer)
             yield
         try:
+            if attachment is not None:
+                attachment.remove()
+            if any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._trainee.model.modules()):
+                self.findings["hooks were left"] += 1
             manager.close()
         except Exception as error:
             self.findings[f"close: {error!r}"] += 1
-        del optimizer, context, manager
+        del optimizer, context, attachment, manager
         if list(self._folder.iterdir()):
             self.findings["files were left"] += 1
         if any(thread.name.startswith("tiered_mem") for thread in threading.enumerate()):
             self.findings["threads were left"] += 1
 
     def _interrupted(self, manager: TieringManager, context: Any, optimizer: torch.optim.Optimizer) -> None:
-        began = time.perf_counter()
+        began, raised = time.perf_counter(), self._interrupter.raised
         try:
             with self._interrupter.after(self._random.uniform(0, self._usual)):
                 self._trainee.step(manager, context, optimizer)
@@ -193,6 +205,8 @@ class Run:
             self.findings[f"a step under an interrupt: {error!r}"] += 1
         else:
             self.outcomes["was through before"] += 1
+            if self._interrupter.raised > raised:
+                self.findings["an interrupt was lost"] += 1
 
     def _look(self, manager: TieringManager, context: Any, optimizer: torch.optim.Optimizer) -> None:
         trainee = self._trainee
@@ -206,8 +220,8 @@ class Run:
             for name in stats:
                 if name.endswith("blocks.current") and stats[name]:
                     self.findings[f"{name} is {stats[name]}"] += 1
-            if any(layer._forward_hooks or layer._forward_pre_hooks for layer in trainee.model.layers):
-                self.findings["hooks were left"] += 1
+            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                self.findings["hooks for saved tensors were left"] += 1
             trainee.step(manager, context, optimizer)
             if not trainee.is_after():
                 self.findings["the next step is wrong"] += 1
