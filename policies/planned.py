@@ -30,7 +30,7 @@ from .base import (
 )
 from .planning.bound import BudgetTooSmall
 from .planning.link import Link
-from .planning.overruns import Cause, Overrun, Overruns
+from .planning.overruns import Overrun, OverrunCause, Overruns
 from .planning.player import Player
 from .planning.repertoire import Repertoire
 from .planning.report import Account, Report
@@ -273,20 +273,20 @@ class PlannedPolicy:
             self._reserve = reserve
             self._leave_out(self._given - self._budget)
 
-    def _cause(self, step: StepUnderWay) -> Cause:
+    def _cause(self, step: StepUnderWay) -> OverrunCause:
         """Why a step took more than what was given."""
         recording = step.recording
         if step.passing and not self._repertoire:
-            return Cause.SMALL
+            return OverrunCause.SMALL
         if not recording.blocks:
-            return Cause.NOTHING
+            return OverrunCause.NOTHING
         if self._most_after:
-            return Cause.AFTER
+            return OverrunCause.AFTER
         if step.table is not None:
-            return Cause.PLANNED
+            return OverrunCause.PLANNED
         if recording.twice:
-            return Cause.TWICE
-        return Cause.NEW if recording.regular else Cause.UNFINISHED
+            return OverrunCause.TWICE
+        return OverrunCause.NEW if recording.regular else OverrunCause.UNFINISHED
 
     def _overrun(self, peak: int) -> None:
         self._overrun_bytes += max(peak - self._budget, int(_LEAST_MARGIN * self._budget))

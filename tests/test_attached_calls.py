@@ -1,4 +1,4 @@
-"""Attached models: the calls of their layers count, wherever they come from, and what cannot be followed is said."""
+"""Attached models: the calls of their layers count, wherever they are from, and what cannot be followed is said."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ...sizes import format_bytes
 _log = logging.getLogger("tiered_mem.policies")
 
 
-class Cause(Enum):
+class OverrunCause(Enum):
     """When a step took the most, and why no plan has kept it from that."""
 
     AFTER = "after the last use of what was saved, as a rule in the optimizer's step or an evaluation"
@@ -25,14 +25,14 @@ class Cause(Enum):
 
 
 # Beside a larger budget, which always helps.
-_HELPS: dict[Cause, str] = {
-    Cause.AFTER: "evaluations in smaller batches, and with no_grad()",
-    Cause.SMALL: "nothing, if it is the last time; a smaller min_bytes from the beginning",
-    Cause.NOTHING: "checkpoints, or smaller batches",
-    Cause.TWICE: "one backward of the sum of the losses, and no create_graph; checkpoints, or smaller batches",
-    Cause.UNFINISHED: "forwards without a backward under no_grad(); smaller batches",
-    Cause.NEW: "nothing, if steps like it follow: they go by a plan",
-    Cause.PLANNED: "nothing, if it is the last time: plans leave as much more free now",
+_HELPS: dict[OverrunCause, str] = {
+    OverrunCause.AFTER: "evaluations in smaller batches, and with no_grad()",
+    OverrunCause.SMALL: "nothing, if it is the last time; a smaller min_bytes from the beginning",
+    OverrunCause.NOTHING: "checkpoints, or smaller batches",
+    OverrunCause.TWICE: "one backward of the sum of the losses; checkpoints, or smaller batches",
+    OverrunCause.UNFINISHED: "forwards without a backward under no_grad(); smaller batches",
+    OverrunCause.NEW: "nothing, if steps like it follow: they go by a plan",
+    OverrunCause.PLANNED: "nothing, if it is the last time: plans leave as much more free now",
 }
 
 
@@ -48,7 +48,7 @@ class Overrun:
     step: int
     peak: int
     budget: int
-    cause: Cause
+    cause: OverrunCause
     blocks: int
     stayed: Mapping[str, int]
     registered: bool = False
@@ -58,7 +58,7 @@ class Overrun:
         told = "".join(f"; its layers saved {format_bytes(nbytes)} {why}" for why, nbytes in largest[:2])
         peak, over, rest = map(format_bytes, (self.peak, self.peak - self.budget, self.peak - self.blocks))
         helps = _HELPS[self.cause]
-        if self.cause is Cause.AFTER:
+        if self.cause is OverrunCause.AFTER:
             helps += f"; {'smaller bucket_bytes' if self.registered else 'register_optimizer()'}"
         return (
             f"step {self.step} took {peak} of the device, {over} more than the budget of "
@@ -71,7 +71,7 @@ class Overrun:
 class Overruns:
     """Those of one policy. Each cause is said once."""
 
-    _said: set[Cause] = field(default_factory=set)
+    _said: set[OverrunCause] = field(default_factory=set)
 
     def see(self, overrun: Overrun) -> None:
         if overrun.cause not in self._said:

@@ -58,7 +58,7 @@ def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[S
         rounded = step.requested <= budget and step.peak - budget < ROUNDED
         if step.where == "evaluation" or step.peak <= budget or rounded:
             continue
-        cause = (step.where, "" if step.where == "optimizer" else step.kind)
+        cause = (step.where, "" if step.where == "optimizer" else step.kind.partition(" ")[0])
         near = steps[max(0, step.number - 1) : step.number + 2]
         if any(tells(message) for each in near for message in each.said):
             told.add(cause)
@@ -93,6 +93,8 @@ def judge_steps(steps: Sequence[Step], report: Report, budget: int, *, ended: bo
 def _of_the_budget(plain: Outcome, tiered: Outcome, budget: int) -> list[Finding]:
     found: dict[str, list[str]] = {}
     for step in silent(tiered.steps, budget, ended=tiered.error is not None and _has_numbers(tiered.error)):
+        if step is tiered.steps[-1]:
+            continue  # it is told of when another begins
         other = plain.steps[step.number].peak
         by = "where the plain run is not, " if other <= budget else ""
         kind = "" if step.where == "optimizer" else f", {step.kind.partition(' ')[0]}"
@@ -127,6 +129,8 @@ def _of_the_error(plain: Outcome, tiered: Outcome, budget: int) -> list[Finding]
     text = f"{type(error).__name__} in step {len(tiered.steps) - 1}: {error}"
     if not _has_numbers(error):
         return [Finding(f"raises {type(error).__name__}", text)]
+    if isinstance(error, TierFull) and not tiered.steps:
+        return []  # the program asked for states on a host that has no room for them
     if plain.peak <= budget:
         return [Finding(f"{type(error).__name__} though the plain run fits", text)]
     if isinstance(error, BudgetTooSmall) and error.floor > plain.peak * (1 + _MARGIN):

@@ -13,9 +13,9 @@ from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import budget_between, profile
 from tests.policies.simulated.strange_steps import twice
 from tiered_mem.policies import PlannedPolicy
-from tiered_mem.policies.planning.overruns import Cause, Overrun, Overruns
+from tiered_mem.policies.planning.overruns import Overrun, OverrunCause, Overruns
 
-OVERRUN = Overrun(7, 120 * MIB, 100 * MIB, Cause.NOTHING, 5 * MIB, {"in tensors below min_bytes": 64 * MIB})
+OVERRUN = Overrun(7, 120 * MIB, 100 * MIB, OverrunCause.NOTHING, 5 * MIB, {"in tensors below min_bytes": 64 * MIB})
 
 
 def test_it_has_the_numbers_and_what_helps() -> None:
@@ -29,15 +29,15 @@ def test_it_has_the_numbers_and_what_helps() -> None:
 def test_each_cause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     overruns = Overruns()
     with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
-        for cause in (*Cause, *Cause):
+        for cause in (*OverrunCause, *OverrunCause):
             overruns.see(replace(OVERRUN, cause=cause))
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == len(Cause)
-    assert all(cause.value in told for cause, told in zip(Cause, said, strict=True))
+    assert len(said) == len(OverrunCause)
+    assert all(cause.value in told for cause, told in zip(OverrunCause, said, strict=True))
 
 
 def test_what_is_registered_is_not_advised_to_be() -> None:
-    after = replace(OVERRUN, cause=Cause.AFTER)
+    after = replace(OVERRUN, cause=OverrunCause.AFTER)
     assert "register_optimizer" in str(after)
     assert "register_optimizer" not in str(replace(after, registered=True))
 
@@ -48,5 +48,5 @@ def test_a_backward_that_comes_twice_is_told_as_that(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
         for _ in range(3):
             assert machine.run(step).peak > least
-    assert caplog.text.count(Cause.TWICE.value) == 1
+    assert caplog.text.count(OverrunCause.TWICE.value) == 1
     assert machine.policy.report().missing
