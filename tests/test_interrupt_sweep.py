@@ -17,7 +17,7 @@ from tiered_mem.policies import LayerOrderPolicy, ManualPolicy
 # What only reads, makes an object of its own, or does no more than call what is not interrupted.
 HARMLESS = {
     "__init__.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
-    "arguments.py": ["instance", "whole_number", "yes_or_no"],
+    "arguments.py": ["instance", "items", "whole_number", "yes_or_no"],
     "backward_watch.py": ["gradient_is_there"],
     "base.py": ["check"],
     "by_layer.py": ["<lambda>", "__init__"],
@@ -33,7 +33,7 @@ HARMLESS = {
     "misuse.py": ["<genexpr>", "_check_in_use", "look"],
     "movable.py": ["<dictcomp>", "<listcomp>", "__init__", "_places_of"],
     "offload_context.py": ["__init__"],
-    "sizes.py": ["format_bytes", "parse_bytes"],
+    "sizes.py": ["_parsed", "format_bytes", "parse_bytes"],
     "states.py": ["check"],
     "synchronizers.py": ["__init__", "pop_tensor"],
     "tensors.py": ["__init__", "pop", "require"],
@@ -69,6 +69,7 @@ def a_training(manager: TieringManager, place: str, folder: Path) -> None:
         manager.offload(forgotten)
         del forgotten
         in_layer_contexts(manager, model, x)
+        by_attaching(manager, model, x)
         manager.synchronize()
         manager.stats()
         manager.act([])
@@ -88,6 +89,14 @@ def in_layer_contexts(manager: TieringManager, model: Stack, x: torch.Tensor) ->
             x = layer(x)
         x = context.sync(x)
     x.sum().backward()
+
+
+def by_attaching(manager: TieringManager, model: Stack, x: torch.Tensor) -> None:
+    with manager.attach(model, min_bytes=1):
+        model(x).backward()
+        for layer in model.layers:
+            x = layer(x)
+        x.sum().backward()
 
 
 def a_forgotten_manager(place: str) -> None:

@@ -190,11 +190,13 @@ class TieringManager:
         layers: Iterable[torch.nn.Module] | None = None,
         min_bytes: int | str | None = None,
     ) -> Attachment:
-        """From now on each forward of the model that trains runs in an offload context of its own.
+        """From now on what the model's layers save moves, in each forward with gradients on, by any thread.
 
-        That is each call of the model in training mode with gradients on, by any thread. Its repeated blocks are
-        taken as by `offload_context(model)`, or `layers` of it. Attach the model before others wrap or compile it.
+        The calls of the layers count, wherever they come from: the model, a method of it, or a wrapper. Its repeated
+        blocks are taken as by `offload_context(model)`, or `layers` of it. Attach the model before it runs compiled.
         After `close` its forwards run as if it were not attached. min_bytes is as for `offload_context`.
+        torch.func's transforms, exports and copies of the model move nothing. A warning at the first backward says
+        where no call of a layer was seen.
 
         Returns a handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
         Raises ValueError as `offload_context` does, and for a model that is attached already.
