@@ -176,9 +176,11 @@ class ExactMemory(Memory):
 
     held: the blocks that somebody beside backward has, such as the forward that goes on. To release one of them now
     frees no memory.
+    acting: the most that was allocated while the last answer was done, which may bring blocks before others go.
     """
 
     held: Collection[int] = ()
+    acting: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,9 +183,10 @@ class PlannedPolicy:
 
     def _hear(self, memory: Memory) -> None:
         device, peak, reserved = memory.device, memory.peak, memory.reserved
-        if peak > self._most:
-            self._most = peak
-            if peak > self._given:
+        most = max(peak, memory.acting) if isinstance(memory, ExactMemory) else peak
+        if most > self._most:
+            self._most = most
+            if most > self._given:
                 self._most_blocks, self._most_after = self._player.resident, self._player.through
         if self._fragments is not None and reserved:
             between = reserved - device + self._fragments // 2

@@ -29,6 +29,7 @@ class DevicePeak:
         self._told = 0  # torch's peak as it was last read
         self._before = 0  # the most since then, where `restore` has hidden it
         self._true: int | None = None  # torch's peak, if it had not begun anew here; None while it has not
+        self.begun_anew_from = 0  # the most from the reading before `begin_anew` to that; 0 where that is not known
 
     @property
     def exact(self) -> bool:
@@ -55,6 +56,7 @@ class DevicePeak:
     def begin_anew(self) -> None:
         """What is allocated now is the peak, until it rises or `restore` is called."""
         _, peak, _ = self._device.memory()
+        self.begun_anew_from = peak if self.exact else 0
         self._true = max(self._true or 0, peak)
         self._device.reset_peak()
 

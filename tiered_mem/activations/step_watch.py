@@ -94,7 +94,7 @@ class StepWatch:
         if self._exact:
             alive = filter(None, map(self._blocks.find, self._held))
             self._held = {block.key: None for block in held_by_others(alive)}
-            return ExactMemory(allocated, peak, reserved, frozenset(self._held))
+            return ExactMemory(allocated, peak, reserved, frozenset(self._held), self._peak.begun_anew_from)
         return Memory(allocated, peak, reserved)
 
     def answered(self, asks: Collection[type[Any]]) -> None:
