@@ -183,6 +183,7 @@ class TieringManager:
         """
         return self.contexts.of_layers(layers, min_bytes=min_bytes)
 
+    @uninterrupted
     def attach(
         self,
         model: torch.nn.Module,
@@ -192,8 +193,9 @@ class TieringManager:
     ) -> Attachment:
         """From now on what the model's layers save moves, in each forward with gradients on, by any thread.
 
-        The calls of the layers count, wherever they come from: the model, a method of it, or a wrapper. Its repeated
-        blocks are taken as by `offload_context(model)`, or `layers` of it. Attach the model before it runs compiled.
+        The calls of the layers count, wherever they come from: the model, a method of it, or a wrapper. Its
+        repeated blocks are taken as by `offload_context(model)`, or `layers` of it. Attach the model before it runs
+        compiled.
         After `close` its forwards run as if it were not attached. min_bytes is as for `offload_context`.
         torch.func's transforms, exports and copies of the model move nothing. A warning at the first backward says
         where no call of a layer was seen.

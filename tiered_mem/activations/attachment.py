@@ -61,7 +61,6 @@ class Followed(HookOwner):
     make_forwards: what follows the forwards of a thread; makes one for each.
     """
 
-    @uninterrupted
     def __init__(
         self, model: Module, layers: Sequence[Module], make_forwards: Callable[[Module], Forwards]
     ) -> None:
