@@ -99,7 +99,6 @@ def a_training(manager: TieringManager, place: str, folder: Path) -> None:
         manager.offload(forgotten)
         del forgotten
         in_layer_contexts(manager, model, x)
-        manager._interrupts.leave()  # as where a handler raises
         by_attaching(manager, model, x)
         manager.synchronize()
         manager.stats()
@@ -125,6 +124,7 @@ def in_layer_contexts(manager: TieringManager, model: Stack, x: torch.Tensor) ->
 def by_attaching(manager: TieringManager, model: Stack, x: torch.Tensor) -> None:
     with manager.attach(model, min_bytes=1):
         model(x).backward()
+        manager._interrupts.leave()  # as where a handler raises
         for layer in model.layers:
             x = layer(x)
         x.sum().backward()
@@ -134,9 +134,12 @@ def recorded(place: str) -> None:
     model, x = small_stack(2, place)
     policy = PlannedPolicy("1GiB", Link(1e9, 1e9))
     with TieringManager(policy=policy, device=place, host_bytes="1MiB") as manager:
-        manager.attach(model, min_bytes=1)
+        # A signal whose handler raises would break off the forward of an attached model.
+        offload = manager.offload_context(model.layers, min_bytes=1)
         for _ in range(2):
-            model(x).backward()
+            with offload:
+                loss = model(x)
+            loss.backward()
 
 
 def a_forgotten_manager(place: str) -> None:
