@@ -59,6 +59,7 @@ class Sweep:
 
     def _handler(self, number: int, frame: FrameType | None) -> None:
         if self._asking:  # and not one that comes again, later
+            self._asking = False
             raise Interrupt
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
