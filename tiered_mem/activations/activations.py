@@ -175,8 +175,8 @@ class Activations:
             raise Closed("the manager is closed: make a new one")
 
     def close(self) -> None:
-        """No forward may begin any more."""
-        self.closed = True
+        """No forward may begin any more. One that is under way keeps on the device what it saves from now on."""
+        self.closed = self._actions.closed = True
 
     def poll(self) -> None:
         """To be called in turn: goes on with what was waiting for something to happen."""
@@ -191,6 +191,7 @@ class PolicyActions:
 
     saver: the graph and the layer that blocks are saved by now.
     enough: so many bytes of blocks, saved or ended, the policy is told of before the next event.
+    closed: the policy is told nothing any more.
     """
 
     def __init__(self, policy: Policy, store: BlockStore, watch: StepWatch) -> None:
@@ -207,6 +208,7 @@ class PolicyActions:
         }
         self.enough = min(_GATHERED_BYTES, getattr(policy, "gather_bytes", _GATHERED_BYTES))
         self.saver = (0, 0)
+        self.closed = False
 
     def tell(self, event: Event) -> None:
         """Tells the policy, with the news before it, and does what it answers."""
@@ -237,6 +239,8 @@ class PolicyActions:
                 self._tell_refused(kind, blocks)
 
     def _tell(self, event: Event) -> None:
+        if self.closed:
+            return
         if self._watch is None:
             self.act(self._policy.decide(event))
             return

@@ -134,7 +134,10 @@ class ForwardPass:
         self._weights = frozenset()
         self._activations.notify(ForwardEnd(self.graph))
         moved = self._activations.count_stayed(chain.from_iterable(self.keys), self._movable.stayed)
-        self._movable.stayed.forward_ends(None if early else moved, layers=len(self.keys), elsewhere=self.elsewhere)
+        broken_off = early or self._activations.closed
+        self._movable.stayed.forward_ends(
+            None if broken_off else moved, layers=len(self.keys), elsewhere=self.elsewhere
+        )
 
     # Each tensor that a model saves comes through here, most of them to stay. So the two calls ask what is cheap
     # first, and call few functions.
