@@ -56,6 +56,15 @@ def is_checkpoint() -> bool:
     return getattr(saving_hook(), "__qualname__", "").startswith(("_checkpoint_hook", "_recomputation_hook"))
 
 
+def only_inlined(function: F) -> F:
+    """The function, which torch.compile traces inside of what it compiles, and never compiles by itself."""
+    frames = torch._C._dynamo.eval_frame
+    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(cast(FunctionType, function).__code__, skipped)
+    return function
+
+
+@only_inlined
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which torch.compile then runs as it is and does not trace."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
@@ -64,14 +73,6 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         function, reason=COMPILE_LAYERS
     )
     return kept_out
-
-
-def only_inlined(function: F) -> F:
-    """The function, which torch.compile traces inside of what it compiles, and never compiles by itself."""
-    frames = torch._C._dynamo.eval_frame
-    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(cast(FunctionType, function).__code__, skipped)
-    return function
 
 
 def untraced_later(function: Callable[P, R]) -> Callable[P, R]:
