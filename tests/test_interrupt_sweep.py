@@ -19,7 +19,7 @@ HARMLESS = {
     "__init__.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
     "arguments.py": ["instance", "items", "whole_number", "yes_or_no"],
     "attachment.py": [
-        *("__enter__", "__exit__", "remove", "first_backward"),
+        *("__enter__", "__exit__", "remove"),
         *("begin_around", "begin_layer", "end_around", "end_layer"),
     ],
     "backward_watch.py": ["gradient_is_there"],
