@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,6 +144,33 @@ def test_an_interrupt_in_a_finalizer_is_not_swallowed() -> None:
             die()
         assert ended == [1]
         interrupts.close()
+
+
+def test_an_interrupt_while_gradients_are_counted_leaves_no_graph(tmp_path: Path) -> None:
+    """On the cpu, where backward runs in this thread. Autograd would keep what comes after a hook that raised."""
+    model, x = small_stack(4, "cpu")
+    with spilling_manager("cpu", tmp_path) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1)
+        adamw = torch.optim.AdamW(model.parameters())
+        optimizer = manager.register_optimizer(adamw, residency="disk", bucket_bytes="8KiB")
+        optimizer.step()  # the next one learns where gradients come
+
+        def send(frame: FrameType, event: str, arg: object) -> None:
+            if frame.f_code.co_name == "gradient_is_there" and frame.f_locals["param"] is model.layers[2].down.bias:
+                sys.settrace(None)
+                signal.raise_signal(SIGNAL)
+
+        def step() -> None:
+            with context:
+                loss = model(x)
+            sys.settrace(send)
+            loss.backward()
+            wait_for_the_interrupt()
+
+        with handler(raising), pytest.raises(Interrupt):
+            step()
+        stats = manager.stats()
+        assert not any(stats[name] for name in stats if name.endswith("blocks.current"))
 
 
 def test_a_closure_that_an_optimizer_calls_can_be_interrupted(device: str) -> None:

@@ -121,7 +121,7 @@ class Followed(HookOwner):
         if not torch.compiler.is_exporting():
             self._end_around(module)
 
-    # An interrupt that was raised here would leave nodes in a queue of autograd's, and what they have saved alive.
+    # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive.
     @uninterrupted
     def first_backward(self, weight: torch.Tensor) -> None:
         """A gradient has come to one of the layers' weights."""

@@ -54,6 +54,8 @@ class BackwardWatch:
             handle.remove()
         me = weakref.ref(self)
 
+        # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive.
+        @uninterrupted
         def gradient_is_there(param: Param) -> None:
             watch = me()
             if watch is not None:
@@ -66,7 +68,6 @@ class BackwardWatch:
             handle = param.register_post_accumulate_grad_hook(gradient_is_there)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
-    @uninterrupted
     def _note(self, param: Param) -> None:
         if self._awaited is None:
             self._order.append(param)
