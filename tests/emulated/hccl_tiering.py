@@ -28,11 +28,11 @@ def train(tiered: bool) -> list[Any]:
     model = Llama().to("npu")
     blocks = list(model.blocks)
     sharded = fsdp2(model, "npu")
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     manager = TieringManager(device="npu", policy=LayerOrderPolicy(len(blocks)), host_bytes="64MiB")
     offload = manager.offload_context(nn.ModuleList(blocks)) if tiered else nullcontext()
     if tiered:
-        manager.register_optimizer(optimizer)
+        optimizer = manager.register_optimizer(optimizer)
     generator = torch.Generator().manual_seed(1 + RANK)
     losses = []
     for _ in range(STEPS):

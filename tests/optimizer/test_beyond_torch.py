@@ -180,6 +180,25 @@ def test_changes_of_the_originals_state_are_refused(registered: Registered) -> N
         assert type(registered.original.state) is defaultdict
 
 
+def test_a_step_of_the_original_is_refused(registered: Registered) -> None:
+    """Its states would be copies: the weights would be others than without tiering."""
+    original, tiered, params = registered
+    before = outcome(tiered, params)
+    give_gradients(params, 3, missing=False)
+    with pytest.raises(RuntimeError, match="step what register_optimizer returned"):
+        original.step()
+    assert not differences(outcome(tiered, params), before)
+    with tiered.present():
+        original.step()
+    twins = make_params(params[0].device.type)
+    plain = torch.optim.AdamW(twins, lr=0.1, amsgrad=True)
+    train(plain, twins, range(3), missing=False)
+    give_gradients(twins, 3, missing=False)
+    plain.step()
+    assert not differences(outcome(tiered, params), outcome(plain, twins))
+    tiered.give_back().step()
+
+
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # of torch's copies
 def test_a_copy_of_the_original_is_a_plain_optimizer(registered: Registered) -> None:
     expected = outcome(registered.tiered, [])
@@ -225,6 +244,16 @@ def test_without_the_manager_the_originals_state_is_an_error(device: str, make_t
     for original in originals:
         with pytest.raises(Closed):
             original.state_dict()
+        with pytest.raises(Closed):
+            original.step()
+
+
+def test_what_was_registered_and_not_kept_is_an_error(device: str, make_tiered: MakeTiered) -> None:
+    """Before its memory is free as well."""
+    original = torch.optim.AdamW(make_params(device))
+    make_tiered(original)
+    with pytest.raises(RuntimeError, match="step what register_optimizer returned"):
+        original.step()
 
 
 @pytest.mark.usefixtures("no_gc")

@@ -67,7 +67,7 @@ class Followed(HookOwner):
         self._name = type(model).__name__
         self._make_forwards = partial(_of_living, weakref.ref(model), make_forwards)
         self._active = True
-        self._seen = False
+        self._seen = self._told = False
         self._of_thread = threading.local()
         self._all: list[weakref.ref[Forwards]] = []
         self._forwards()  # what is wrong with them shows now
@@ -80,10 +80,9 @@ class Followed(HookOwner):
         weights = (weight for layer in layers for weight in layer.parameters())
         trained = next((weight for weight in weights if weight.requires_grad and weight.is_leaf), None)
         if trained is not None:
-            self._watch = trained.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self.first_backward
+            self._marks.append(
+                trained.register_post_accumulate_grad_hook(self.gradient_is_there)  # type: ignore[no-untyped-call]
             )
-            self._marks.append(self._watch)
 
     def leave(self) -> None:
         """What this thread runs of the model is broken off."""
@@ -121,12 +120,13 @@ class Followed(HookOwner):
         if not torch.compiler.is_exporting():
             self._end_around(module)
 
-    # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive.
+    # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive. It does not
+    # take itself away: FSDP2 calls a weight's hooks as it goes through them.
     @uninterrupted
-    def first_backward(self, weight: torch.Tensor) -> None:
+    def gradient_is_there(self, weight: torch.Tensor) -> None:
         """A gradient has come to one of the layers' weights."""
-        self._watch.remove()
-        if self._active and not self._seen:
+        if self._active and not (self._seen or self._told):
+            self._told = True
             _log.warning(_NOT_SEEN, self._name)
 
     @untraced_later

@@ -16,6 +16,7 @@ from .layout import State
 class Answering(Protocol):
     """Whoever has the states. See `States`."""
 
+    def check(self) -> None: ...
     def keys(self) -> list[Any]: ...
     def copy_of(self, key: Any) -> Any: ...
     def lent_out(self) -> dict[Any, Any] | None: ...
@@ -102,6 +103,16 @@ class RestingState(MutableMapping[Any, State]):
         """A copy of the optimizer has copies of the states, and is not tiered."""
         return defaultdict, (dict, dict(self))
 
+    def check_step(self) -> None:
+        """Raises RuntimeError where a step would change copies, of which nothing stays, and what `check` does."""
+        states = self._alive()
+        states.check()
+        if states.lent_out() is None:
+            raise RuntimeError(
+                "the states of this optimizer are in a manager's memory, and a step of it would be without them: "
+                "step what register_optimizer returned, as in `optimizer = manager.register_optimizer(optimizer)`"
+            )
+
     def _changeable(self) -> dict[Any, Any]:
         lent = self._alive().lent_out()
         if lent is None:
@@ -116,3 +127,9 @@ class RestingState(MutableMapping[Any, State]):
         if states is None:
             raise Closed("nobody has what register_optimizer returned any more, and so the states are gone")
         return states
+
+
+def check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """A hook before the steps of an optimizer that is registered. Raises what `RestingState.check_step` does."""
+    if isinstance(optimizer.state, RestingState):
+        optimizer.state.check_step()

@@ -15,6 +15,7 @@ import torch
 from ..interrupts import uninterrupted
 from .layout import Param, State, on_cpu
 from .misuse import StepCheck
+from .resting import check_step
 from .states import States
 from .trial import HOOKS
 
@@ -50,6 +51,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             for name, hooks in self._hooks.items():
                 setattr(self, name, hooks)
                 setattr(wrapped, name, OrderedDict())
+            wrapped.register_step_pre_hook(check_step)
         except BaseException:
             self.give_back_hooks()
             raise
