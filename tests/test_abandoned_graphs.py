@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from tests.conftest import EMULATED, MakeManager
-from tests.models import backward, equal, eventually, gradients_of, is_empty, small_stack
+from tests.models import backward, equal, eventually, gradients_of, is_empty, small_stack, stack
 from tiered_mem import TieringManager
 from tiered_mem.host_slab import Form
 
@@ -107,6 +107,30 @@ def test_a_manager_that_is_forgotten(device: str, device_module: Any, first: str
     finally:
         if EMULATED:
             limit_host("0")
+
+
+@pytest.mark.parametrize("residency", ["host", "auto"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_training_that_is_forgotten(
+    closed: bool, residency: Literal["host", "auto"], device: str
+) -> None:
+    """An attached model, its weights, a tiered optimizer and its states: all go without the garbage collector."""
+
+    def train(steps: int) -> list[weakref.ref[Any]]:
+        model, x = stack(2, device)
+        manager = TieringManager(policy="auto", device=device, device_budget="1GiB", host_bytes="64MiB")
+        manager.attach(model, min_bytes=1)
+        optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), residency=residency)
+        for _ in range(steps):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if closed:
+            manager.close()
+        return [weakref.ref(each) for each in (model, next(model.parameters()), optimizer, optimizer.states)]
+
+    train(2)  # torch keeps what its first step was made with
+    assert [each() for each in train(4)] == [None] * 4
 
 
 @pytest.mark.skipif(not EMULATED, reason="only the emulated runtime has a limit that can be set")

@@ -80,9 +80,7 @@ class Followed(HookOwner):
         weights = (weight for layer in layers for weight in layer.parameters())
         trained = next((weight for weight in weights if weight.requires_grad and weight.is_leaf), None)
         if trained is not None:
-            self._marks.append(
-                trained.register_post_accumulate_grad_hook(self.gradient_is_there)  # type: ignore[no-untyped-call]
-            )
+            self._watch(trained)
 
     def leave(self) -> None:
         """What this thread runs of the model is broken off."""
@@ -120,15 +118,6 @@ class Followed(HookOwner):
         if not torch.compiler.is_exporting():
             self._end_around(module)
 
-    # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive. It does not
-    # take itself away: FSDP2 calls a weight's hooks as it goes through them.
-    @uninterrupted
-    def gradient_is_there(self, weight: torch.Tensor) -> None:
-        """A gradient has come to one of the layers' weights."""
-        if self._active and not (self._seen or self._told):
-            self._told = True
-            _log.warning(_NOT_SEEN, self._name)
-
     @untraced_later
     @uninterrupted
     def _begin_layer(self, module: Module, inputs: Sequence[object]) -> None:
@@ -161,6 +150,25 @@ class Followed(HookOwner):
         self._marks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
         # Whoever puts hooks for saved tensors on the stack in a hook before ours takes them away after ours.
         self._marks.append(module.register_forward_hook(end, always_call=True, prepend=True))
+
+    def _watch(self, weight: torch.Tensor) -> None:
+        """Says at the first gradient of a weight whether its layer was seen to be called."""
+        me = weakref.ref(self)
+
+        # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive. The hook
+        # does not take itself away, as FSDP2 calls a weight's hooks while it goes through them. Nor does it keep
+        # this alive: through a manager's optimizers it would lead back to the weight, in a circle that the garbage
+        # collector does not see.
+        @uninterrupted
+        def gradient_is_there(weight: torch.Tensor) -> None:
+            followed = me()
+            if followed is not None and followed._active and not (followed._seen or followed._told):
+                followed._told = True
+                _log.warning(_NOT_SEEN, followed._name)
+
+        self._marks.append(
+            weight.register_post_accumulate_grad_hook(gradient_is_there)  # type: ignore[no-untyped-call]
+        )
 
     def _is_followed(self, module: Module) -> bool:
         known = self._modules.get(id(module))

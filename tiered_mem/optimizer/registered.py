@@ -6,7 +6,6 @@ import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
@@ -22,6 +21,7 @@ from ..transfer import TransferEngine
 from .buckets import Buckets
 from .misuse import StepCheck, check_optimizer
 from .residences import Residences
+from .sharing import Sharing
 from .states import States
 from .tiered_optimizer import TieredOptimizer
 
@@ -32,9 +32,6 @@ _HOST_SHARE = 0.5
 _BUCKET_BYTES = 256 << 20
 
 Residency = Literal["host", "disk", "auto", "device-until-offload"]
-
-# Whether there were states before the step, the bytes of its window, and the number of buckets that stay.
-_Way = tuple[bool, int, int]
 
 
 class RegisteredOptimizers:
@@ -57,17 +54,13 @@ class RegisteredOptimizers:
         share: StatesShare | None = None,
     ) -> None:
         self._device = device
-        self._peak = peak
         self._engine = engine
         self._host = host
         self._disk = disk
         self._exclusive = exclusive
         self._all: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
         self._share = share
-        self._sharing: weakref.WeakSet[States] = weakref.WeakSet()
-        self._shared: tuple[int | None, int, int] | None = None
-        # Of each optimizer how its last measured step was made, and what it took beside all that is kept.
-        self._steps: weakref.WeakKeyDictionary[Buckets, tuple[_Way, int]] = weakref.WeakKeyDictionary()
+        self._sharing = None if share is None else Sharing(share, peak)
         # An optimizer may die anywhere. Whoever calls next gives its memory back.
         self._forgotten: deque[States] = deque()
 
@@ -106,7 +99,7 @@ class RegisteredOptimizers:
             stay=stay,
             separable=separable,
         )
-        states = States(optimizer, buckets, contextlib.nullcontext if self._share is None else self._measured)
+        states = States(optimizer, buckets, contextlib.nullcontext if self._sharing is None else self._sharing.measured)
         tiered = TieredOptimizer(optimizer, states, owner, StepCheck(optimizer, self._device))
         try:
             states.adopt()
@@ -116,7 +109,7 @@ class RegisteredOptimizers:
             raise
         self._all.add(tiered)
         self._tell_share()
-        if residency == "auto" and not states.at_once:
+        if self._sharing is not None and residency == "auto" and not states.at_once:
             self._sharing.add(states)
         weakref.finalize(tiered, self._forgotten.append, states).atexit = False
         _tell(tiered, residency)
@@ -126,8 +119,9 @@ class RegisteredOptimizers:
         """Frees the memory of optimizers that nobody has any more."""
         while self._forgotten:
             states = self._forgotten.popleft()
-            self._sharing.discard(states)
             states.close()
+            if self._sharing is not None:
+                self._sharing.leave_out(states)
             self._tell_share()
 
     def _tell_share(self) -> None:
@@ -144,54 +138,13 @@ class RegisteredOptimizers:
         if self._all:
             for optimizer in list(self._all):
                 optimizer.states.poll()
-        if self._share is not None:
-            self._share_device(self._share)
+        if self._sharing is not None:
+            self._sharing.keep()
 
     def count(self) -> None:
         """Says how much of what is to stay is there, as a step may have left it since. In turn, before an event."""
-        share = self._share
-        if share is not None and share.total and share.target != share.kept:
-            share.kept = sum(states.buckets.kept for states in list(self._sharing))
-
-    @contextlib.contextmanager
-    def _measured(self, buckets: Buckets) -> Iterator[None]:
-        """Measures what a step takes of the device, where it is made otherwise than the one before, or sees it.
-
-        In the first step there are no states that come through the window, but it is allotted to them already. What
-        it takes indeed shows in the second, and may leave room for more to stay.
-        """
-        begun = any(bucket.states for bucket in buckets.all)
-        way = begun, buckets.window_bytes, sum(bucket.stays for bucket in buckets.all)
-        before, _ = self._steps.get(buckets, (None, 0))
-        if self._share is None or before == way:
-            yield
-            self._peak.look()
-            return
-        with self._peak.measured() as most:
-            yield
-        kept = sum(states.buckets.kept for states in list(self._sharing))
-        self._steps[buckets] = way, most() - kept + (0 if begun else buckets.window_bytes)
-        self._share.step_peak = max(peak for _, peak in self._steps.values())
-        if begun and before is not None and not before[0]:
-            self._share.target = None
-
-    def _share_device(self, share: StatesShare) -> None:
-        """Has as much stay as is planned, after each change of the plan or the states."""
-        sharing = list(self._sharing)
-        now = share.target, sum(states.version for states in sharing), len(sharing)
-        if now == self._shared:
-            return
-        total = sum(states.buckets.nbytes for states in sharing)
-        if total > share.total:
-            share.target = None
-        share.total = total
-        share.rounding = sum(_rounding(bucket.nbytes) for states in sharing for bucket in states.buckets.all)
-        left, done = share.planned, True
-        for states in sharing:
-            done &= states.keep(left)
-            left -= sum(bucket.nbytes for bucket in states.buckets.all if bucket.stays)
-        share.kept = sum(states.buckets.kept for states in sharing)
-        self._shared = now if done else None
+        if self._sharing is not None:
+            self._sharing.count()
 
     def wait(self) -> None:
         """Waits until every file is written."""
@@ -204,11 +157,6 @@ class RegisteredOptimizers:
         for optimizer in list(self._all):
             optimizer.states.close()
         self.free()  # after the others, of which one may have died meanwhile
-
-
-def _rounding(nbytes: int) -> int:
-    """The most that torch's pool gives beyond what it is asked for: of small pieces, and of large ones."""
-    return 1 << 20 if nbytes > 1 << 20 else 1 << 9
 
 
 def _tell(optimizer: TieredOptimizer, residency: Residency) -> None:
