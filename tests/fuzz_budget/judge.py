@@ -22,6 +22,8 @@ ROUNDED = 1 << 20
 _DIFFERS, _NOISE = 0.01, 0.02
 # The part of a budget that the library may leave free for what torch's pool gives on top.
 _MARGIN = 1 / 16
+# The part of the plain run's peak that tiering may add, for what is on its way.
+_ADDED = 0.1
 # A report speaks of one of the last steps.
 _LAST = 8
 _OFTEN = 3
@@ -45,8 +47,9 @@ def tells(message: str) -> bool:
 def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[Step]:
     """The steps above the budget for a cause that nobody was told of by the end of the next step.
 
-    A warning with sizes tells of the steps beside it. Those like them need no second one: steps of the same kind
-    that take the most in the same part, and for an optimizer's part steps of any kind.
+    A warning with sizes tells of the steps beside it. Those like them need no second one: steps that do the same
+    with the graph, with any batch, and take the most in the same part; for an optimizer's part all steps. The last
+    step has no next one, by the end of which it would be told of.
     ended: with an error that gives the numbers, which tells of the last two steps.
 
     An evaluation comes after the last event of a step, and the program begins torch's peak anew before the next
@@ -58,13 +61,18 @@ def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[S
         rounded = step.requested <= budget and step.peak - budget < ROUNDED
         if step.where == "evaluation" or step.peak <= budget or rounded:
             continue
-        cause = (step.where, "" if step.where == "optimizer" else step.kind.partition(" ")[0])
+        cause = (step.where, "" if step.where == "optimizer" else _what(step))
         near = steps[max(0, step.number - 1) : step.number + 2]
         if any(tells(message) for each in near for message in each.said):
             told.add(cause)
-        if cause not in told and not (ended and step.number >= len(steps) - 2):
+        if cause not in told and step.number < len(steps) - (2 if ended else 1):
             found.append(step)
     return found
+
+
+def _what(step: Step) -> str:
+    """What it does with the graph: the first word of its kind."""
+    return step.kind.partition(" ")[0]
 
 
 def judge(
@@ -73,6 +81,7 @@ def judge(
     """registered: whether the manager has all optimizers. modelled: whether times are those of a modelled clock."""
     return [
         *_of_the_budget(plain, tiered, budget, registered=registered),
+        *_of_what_is_added(plain, tiered, budget),
         *_of_torch(tiered.steps),
         *_of_what_was_said(tiered, registered=registered),
         *_of_the_error(plain, tiered, budget),
@@ -93,14 +102,23 @@ def judge_steps(steps: Sequence[Step], report: Report, budget: int, *, ended: bo
 def _of_the_budget(plain: Outcome, tiered: Outcome, budget: int, *, registered: bool) -> list[Finding]:
     found: dict[str, list[str]] = {}
     for step in silent(tiered.steps, budget, ended=tiered.error is not None and _has_numbers(tiered.error)):
-        if step is tiered.steps[-1] or (step.where == "optimizer" and not registered):
-            continue  # it is told of when another begins; and for other optimizers it is as for evaluations
+        if step.where == "optimizer" and not registered:
+            continue  # it is as for evaluations
         other = plain.steps[step.number].peak
         by = "where the plain run is not, " if other <= budget else ""
-        kind = "" if step.where == "optimizer" else f", {step.kind.partition(' ')[0]}"
+        kind = "" if step.where == "optimizer" else f", {_what(step)}"
         text = f"step {step.number} took {_mib(step.peak)} of {_mib(budget)} (plain {_mib(other)})"
         found.setdefault(f"above in silence, {by}{step.where}{kind}", []).append(text)
     return [Finding(group, f"{texts[0]}, one of {len(texts)} steps") for group, texts in found.items()]
+
+
+def _of_what_is_added(plain: Outcome, tiered: Outcome, budget: int) -> list[Finding]:
+    """Above the budget, whether told or not, a step may not take more than it does without a manager."""
+    found = []
+    for step, other in zip(tiered.steps, plain.steps, strict=False):
+        if step.peak > budget and step.peak > other.peak * (1 + _ADDED) + ROUNDED:
+            found.append(f"step {step.number} took {_mib(step.peak)} of {_mib(budget)} (plain {_mib(other.peak)})")
+    return [Finding("more than the plain run takes", f"{found[0]}, one of {len(found)} steps")] if found else []
 
 
 def _of_torch(steps: Sequence[Step]) -> list[Finding]:

@@ -30,7 +30,11 @@ def test_steps_within_the_budget_need_no_words() -> None:
 
 
 def test_a_step_above_the_budget_in_silence_is_found() -> None:
-    assert numbers(silent(steps(50, 120, 50, 101), BUDGET)) == [1, 3]
+    assert numbers(silent(steps(50, 120, 50, 101, 50), BUDGET)) == [1, 3]
+
+
+def test_of_the_last_step_the_next_would_tell() -> None:
+    assert silent(steps(50, 50, 120), BUDGET) == []
 
 
 @pytest.mark.parametrize(("said", "found"), [(1, []), (2, []), (3, []), (0, [2]), (4, [2])])
@@ -49,13 +53,15 @@ def test_once_for_a_cause_is_enough() -> None:
 
 
 def test_another_kind_of_step_is_another_cause() -> None:
-    told = steps(120, 50, 120, said=0)
-    told[2] = replace(told[2], kind="penalty")
+    told = steps(120, 50, 120, 50, said=0)
+    told[2] = replace(told[2], kind="plain evaluation x1.50")
+    assert silent(told, BUDGET) == []
+    told[2] = replace(told[2], kind="penalty x1.00")
     assert numbers(silent(told, BUDGET)) == [2]
 
 
 def test_the_optimizer_is_one_cause_whatever_comes_before_it() -> None:
-    told = steps(120, 50, 120, said=0, where="optimizer")
+    told = steps(120, 50, 120, 50, said=0, where="optimizer")
     told[2] = replace(told[2], kind="penalty")
     assert silent(told, BUDGET) == []
     told[2] = replace(told[2], where="training")
@@ -63,14 +69,14 @@ def test_the_optimizer_is_one_cause_whatever_comes_before_it() -> None:
 
 
 def test_what_is_begun_anew_before_anybody_is_asked_is_not_looked_for() -> None:
-    assert silent(steps(120, where="evaluation"), BUDGET) == []
+    assert silent(steps(120, 50, where="evaluation"), BUDGET) == []
 
 
 def test_what_torch_gives_on_top_is_forgiven() -> None:
-    (step,) = steps(100)
-    assert silent([replace(step, peak=BUDGET + ROUNDED - 1)], BUDGET) == []
-    assert silent([replace(step, peak=BUDGET + ROUNDED)], BUDGET) != []
-    assert silent([replace(step, peak=BUDGET + 512, requested=BUDGET + 1)], BUDGET) != []
+    step, after = steps(100, 50)
+    assert silent([replace(step, peak=BUDGET + ROUNDED - 1), after], BUDGET) == []
+    assert silent([replace(step, peak=BUDGET + ROUNDED), after], BUDGET) != []
+    assert silent([replace(step, peak=BUDGET + 512, requested=BUDGET + 1), after], BUDGET) != []
 
 
 def test_an_error_with_numbers_tells_of_the_last_two_steps() -> None:
@@ -117,6 +123,12 @@ def test_errors_are_told_apart() -> None:
         "BudgetTooSmall though the plain run fits"
     ]
     assert groups(Outcome(tuple(steps(50)), (), error=KeyError("layer"))) == ["raises KeyError"]
+
+
+def test_a_step_above_the_budget_takes_no_more_than_the_plain_run() -> None:
+    told = tuple(steps(120, 120, said=0))
+    assert groups(Outcome(told, ()), plain=110) == []
+    assert groups(Outcome(told, ()), plain=105) == ["more than the plain run takes"]
 
 
 def test_advice_that_does_not_fit_is_found() -> None:
