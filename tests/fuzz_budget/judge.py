@@ -85,7 +85,7 @@ def judge(
         *_of_torch(tiered.steps),
         *_of_what_was_said(tiered, registered=registered),
         *_of_the_error(plain, tiered, budget),
-        *_of_the_report(tiered, budget, modelled=modelled),
+        *_of_the_report(tiered, budget, registered=registered, modelled=modelled),
         *_of_the_rest(plain, tiered),
     ]
 
@@ -160,19 +160,21 @@ def _has_numbers(error: Exception) -> bool:
     return isinstance(error, (BudgetTooSmall, torch.OutOfMemoryError, TierFull)) and tells(str(error))
 
 
-def _of_the_report(tiered: Outcome, budget: int, *, modelled: bool) -> list[Finding]:
+def _of_the_report(tiered: Outcome, budget: int, *, registered: bool, modelled: bool) -> list[Finding]:
     if tiered.report is None:
         error = tiered.unreported
         return [Finding(f"report() raises {type(error).__name__}", f"report() raised {error}")]
-    return _of_a_report(tiered.report, tiered.steps, budget, modelled=modelled)
+    return _of_a_report(tiered.report, tiered.steps, budget, registered=registered, modelled=modelled)
 
 
-def _of_a_report(report: Report, steps: Sequence[Step], budget: int, *, modelled: bool) -> list[Finding]:
+def _of_a_report(
+    report: Report, steps: Sequence[Step], budget: int, *, registered: bool = True, modelled: bool
+) -> list[Finding]:
     found = []
     if report.budget != budget:
         found.append(Finding("report: budget", f"the report's budget is {_mib(report.budget)} of {_mib(budget)}"))
     peak = report.measured_peak
-    if peak is not None and not agrees(peak, steps[-_LAST:]):
+    if peak is not None and not agrees(peak, steps[-_LAST:], registered=registered):
         peaks = ", ".join(_mib(step.peak) for step in steps[-_LAST:])
         found.append(Finding("report: measured peak", f"measured_peak is {_mib(peak)}, and steps took {peaks}"))
     least, measured = report.least, report.measured
@@ -182,14 +184,16 @@ def _of_a_report(report: Report, steps: Sequence[Step], budget: int, *, modelled
     return found
 
 
-def agrees(peak: int, steps: Sequence[Step]) -> bool:
+def agrees(peak: int, steps: Sequence[Step], *, registered: bool = True) -> bool:
     """Whether a report's peak is that of one of the steps.
 
     A step of several forwards is several steps for the library. Of these each may have taken less than the whole.
+    registered: whether the manager has all optimizers, and sees what their steps take.
     """
     if any(abs(peak - step.peak) <= _DIFFERS * step.peak for step in steps):
         return True
-    if any(step.where == "evaluation" and peak <= step.peak for step in steps):
+    unseen = ("evaluation",) if registered else ("evaluation", "optimizer")
+    if any(step.where in unseen and peak <= step.peak for step in steps):
         return True  # as for `silent`: what it took before that is not known here
     several = [step.peak for step in steps if step.forwards != 1]
     return bool(several) and peak <= max(several)

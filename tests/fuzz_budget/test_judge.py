@@ -135,3 +135,10 @@ def test_advice_that_does_not_fit_is_found() -> None:
     advised = tuple(replace(step, said=("9 MiB: use register_optimizer",)) for step in steps(50))
     assert groups(Outcome(advised, ())) == []
     assert groups(Outcome(advised, ()), registered=True) == ["advises to register what is registered"]
+
+
+def test_an_optimizer_that_the_manager_has_not_may_take_more_than_it_knows() -> None:
+    [step] = [replace(step, where="optimizer") for step in steps(100)]
+    assert not agrees(60 << 20, [step])
+    assert agrees(60 << 20, [step], registered=False)
+    assert not agrees(102 << 20, [step], registered=False)
