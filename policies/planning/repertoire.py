@@ -95,6 +95,7 @@ class Repertoire:
         self._states = states
         self._known: list[Known] = []  # the one that was used last comes last
         self._told = inf  # from this ratio on it has been said that a step may run out of memory
+        self._unplanned_told = False
 
     def __len__(self) -> int:
         return len(self._known)
@@ -156,7 +157,11 @@ class Repertoire:
         except BudgetTooSmall as error:
             if not self._known:
                 raise
-            _log.warning("there is no plan for a step that is not like those before: %s", error)
+            if not self._unplanned_told:
+                self._unplanned_told = True
+                _log.warning(
+                    "there is no plan for a step that is not like those before: %s. It is said once", error
+                )
             return
         self._known = [*self._known[1 - _KEPT :], known]
 

@@ -45,6 +45,16 @@ def test_a_longer_step_that_cannot_keep_the_budget_is_warned_of_and_goes_on(
     assert machine.run(step).peak <= budget
 
 
+def test_that_steps_of_other_kinds_have_no_plan_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    policy, _ = planned(gpt(layers=6), 0.1)
+    machine = Machine(policy, LINK)
+    machine.run(gpt(layers=6))
+    with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
+        for layers in range(7, 12):
+            machine.run(gpt(layers=layers, size=640 * MIB))
+    assert caplog.text.count("there is no plan for a step that is not like those before") == 1
+
+
 def step_seconds(step: Step) -> float:
     """Of its compute."""
     return sum(profile(step).seconds)
