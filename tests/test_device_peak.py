@@ -34,6 +34,18 @@ def test_what_comes_and_goes_is_seen_only_where_the_peak_begins_anew(
     peak.restore()
 
 
+def test_what_came_before_the_peak_began_anew_is_told_once(device: str, device_module: ModuleType) -> None:
+    """Else it would count for the next step as well."""
+    peak = DevicePeak(Device(device))
+    peak.begin_anew()
+    hold(device, 16 * MIB)
+    peak.begin_anew()
+    peak.restore()
+    allocated, most, _, before = peak.read()
+    assert (most, before >= allocated + 16 * MIB) == (allocated, True)
+    assert peak.read()[3] == 0
+
+
 def test_a_peak_that_the_user_began_anew_is_seen(device: str, device_module: ModuleType) -> None:
     peak = DevicePeak(Device(device))
     hold(device, 64 * MIB)

@@ -29,23 +29,28 @@ class DevicePeak:
         self._told = 0  # torch's peak as it was last read
         self._before = 0  # the most since then, where `restore` has hidden it
         self._true: int | None = None  # torch's peak, if it had not begun anew here; None while it has not
-        self.begun_anew_from = 0  # the most from the reading before `begin_anew` to that; 0 where that is not known
+        self._begun_anew_from = 0  # the most from the reading before `begin_anew` to that, if it is known
 
     @property
     def exact(self) -> bool:
         """Whether all that came and went since the last reading is seen."""
         return self._true is not None
 
-    def read(self) -> tuple[int, int, int]:
-        """The bytes that are allocated, the most since the last reading, and `Device.memory()`'s third."""
+    def read(self) -> tuple[int, int, int, int]:
+        """The bytes that are allocated, the most since the last reading, and `Device.memory()`'s third.
+
+        With `begin_anew` since the last reading the second is the most since that. What it was before is the
+        fourth, and 0 where it is not known.
+        """
         allocated, peak, reserved = self._device.memory()
         # One that is lower than it was began anew meanwhile, by the user.
         seen = peak if self.exact or peak != self._told else allocated
         most = max(seen, self._before)
-        self._told, self._before = peak, 0
+        begun_anew_from = self._begun_anew_from
+        self._told, self._before, self._begun_anew_from = peak, 0, 0
         if self._true is not None:
             self._true = max(self._true, peak)
-        return allocated, most, reserved
+        return allocated, most, reserved, begun_anew_from
 
     def look(self) -> None:
         """The next reading has what is seen by now, also if the user begins the peak anew before."""
@@ -56,7 +61,8 @@ class DevicePeak:
     def begin_anew(self) -> None:
         """What is allocated now is the peak, until it rises or `restore` is called."""
         _, peak, _ = self._device.memory()
-        self.begun_anew_from = peak if self.exact else 0
+        if self.exact:
+            self._begun_anew_from = max(self._begun_anew_from, peak)
         self._true = max(self._true or 0, peak)
         self._device.reset_peak()
 

@@ -90,11 +90,11 @@ class StepWatch:
         """What is allocated on the device, and the most since the last event was answered, for who asks for it."""
         if Memory not in asks and ExactMemory not in asks:
             return None
-        allocated, peak, reserved = self._peak.read()
+        allocated, peak, reserved, acting = self._peak.read()
         if self._exact:
             alive = filter(None, map(self._blocks.find, self._held))
             self._held = {block.key: None for block in held_by_others(alive)}
-            return ExactMemory(allocated, peak, reserved, frozenset(self._held), self._peak.begun_anew_from)
+            return ExactMemory(allocated, peak, reserved, frozenset(self._held), acting)
         return Memory(allocated, peak, reserved)
 
     def answered(self, asks: Collection[type[Any]]) -> None:
