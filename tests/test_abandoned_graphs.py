@@ -111,9 +111,7 @@ def test_a_manager_that_is_forgotten(device: str, device_module: Any, first: str
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_training_that_is_forgotten(
-    closed: bool, residency: Literal["host", "auto"], device: str
-) -> None:
+def test_a_training_that_is_forgotten(closed: bool, residency: Literal["host", "auto"], device: str) -> None:
     """An attached model, its weights, a tiered optimizer and its states: all go without the garbage collector."""
 
     def train(steps: int) -> list[weakref.ref[Any]]:

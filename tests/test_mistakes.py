@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import MakeManager
 from tests.models import Stack, small_stack
@@ -60,6 +61,18 @@ class OnCpu(nn.Module):
         with save_on_cpu():
             y: torch.Tensor = self.layer(x)
         return y
+
+
+def test_checkpointed_layers_with_small_inputs_are_no_other_offloader(
+    device: str, make_manager: MakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = small_stack(2, device)
+    manager = make_manager()
+    with manager.offload_context(model.layers, min_bytes="1GiB"):
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+    x.sum().backward()
+    assert "hooks inside of them" not in caplog.text
 
 
 @pytest.mark.filterwarnings(

@@ -32,17 +32,16 @@ def plan_disk(profile: Profile, first: Plan, host_bytes: int, link: Link, drive:
     """
     places = [_soon(profile, first, link), _late(profile, first, link)]
     made: list[DiskPlan] = []
-    refused: list[BudgetTooSmall] = []
     for each in places:
         try:
             made.append(each.planned(profile, first, host_bytes - int(host_bytes * _SPARE), drive))
-        except BudgetTooSmall as error:
-            refused.append(error)
+        except BudgetTooSmall:
+            # In no variable: the error would keep all that is under way, and itself.
+            if each is places[-1] and not made:
+                raise
         else:
             if not made[-1].plan.stalls:
                 break
-    if not made:
-        raise refused[-1]
     return min(made, key=lambda disk: disk.plan.seconds)
 
 

@@ -160,7 +160,7 @@ class Repertoire:
             if not self._unplanned_told:
                 self._unplanned_told = True
                 _log.warning(
-                    "there is no plan for a step that is not like those before: %s. It is said once", error
+                    "there is no plan for a step that is not like those before: %s. It is said once", str(error)
                 )
             return
         self._known = [*self._known[1 - _KEPT :], known]
@@ -292,7 +292,7 @@ class Repertoire:
         try:
             return plan_disk(profile, first, self._host_bytes, self.link, self.link.drive)
         except BudgetTooSmall as error:
-            _log.info("what is spilled is decided when the host is full: %s", error)
+            _log.info("what is spilled is decided when the host is full: %s", str(error))
             return None
 
 

@@ -27,6 +27,8 @@ _ADDED = 0.1
 # A report speaks of one of the last steps.
 _LAST = 8
 _OFTEN = 3
+# In what is said of an attached model of which no layer's call was seen.
+UNSEEN = "and no call of theirs was seen before: nothing of what they saved moves"
 _NUMBER = re.compile(r"\d[\d,.]*")
 _SIZE = re.compile(r"\d (bytes|B|KiB|MiB|GiB|TiB)\b")
 
@@ -53,13 +55,18 @@ def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[S
     ended: with an error that gives the numbers, which tells of the last two steps.
 
     An evaluation comes after the last event of a step, and the program begins torch's peak anew before the next
-    one: nobody can know what it took.
+    one: nobody can know what it took. So does the backward of a step that saved nothing that could move; but the
+    next one has to, by a lower `min_bytes`. Where no call of a layer was seen, that is told at the first backward,
+    and nothing is known of any step.
     """
+    if any(UNSEEN in message for step in steps for message in step.said):
+        return []
     told: set[tuple[str, str]] = set()
     found = []
     for step in steps:
         rounded = step.requested <= budget and step.peak - budget < ROUNDED
-        if step.where == "evaluation" or step.peak <= budget or rounded:
+        unseen = not step.blocks and all(after.blocks for after in steps[step.number + 1 : step.number + 2])
+        if step.where == "evaluation" or unseen or step.peak <= budget or rounded:
             continue
         cause = (step.where, "" if step.where == "optimizer" else _what(step))
         near = steps[max(0, step.number - 1) : step.number + 2]
@@ -122,7 +129,7 @@ def _of_what_is_added(plain: Outcome, tiered: Outcome, budget: int) -> list[Find
 
 
 def _of_torch(steps: Sequence[Step]) -> list[Finding]:
-    hidden = [step for step in steps if step.told < step.peak]
+    hidden = [step for step in steps if step.told < step.peak - ROUNDED]
     if not hidden:
         return []
     text = f"in step {hidden[0].number} torch told {_mib(hidden[0].told)} where it was {_mib(hidden[0].peak)}"

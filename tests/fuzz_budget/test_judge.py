@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz_budget.judge import ROUNDED, agrees, judge, silent, tells
+from tests.fuzz_budget.judge import ROUNDED, UNSEEN, agrees, judge, silent, tells
 from tests.fuzz_budget.training import Outcome
 from tests.fuzz_budget.watched import Step
+from tiered_mem.activations.attachment import _NOT_SEEN
 from tiered_mem.policies.planning import BudgetTooSmall
 
 BUDGET = 100 << 20
@@ -41,6 +42,19 @@ def test_of_the_last_step_the_next_would_tell() -> None:
 def test_it_may_be_said_beside_the_step(said: int, found: list[int]) -> None:
     assert numbers(silent(steps(50, 50, 120, 50, 50), BUDGET)) == [2]
     assert numbers(silent(steps(50, 50, 120, 50, 50, said=said), BUDGET)) == found
+
+
+def test_a_step_without_blocks_has_no_end_that_is_seen() -> None:
+    first, second, third = (replace(step, blocks=False) for step in steps(120, 50, 50))
+    assert numbers(silent([first, second, third], BUDGET)) == [0]
+    assert silent([first, replace(second, blocks=True), third], BUDGET) == []
+
+
+def test_where_no_layer_was_seen_that_is_told_of_all_steps() -> None:
+    told = steps(120, 120, 120)
+    told[0] = replace(told[0], said=(f"a backward has come to the layers of Model, {UNSEEN}.",))
+    assert silent(told, BUDGET) == []
+    assert UNSEEN in _NOT_SEEN
 
 
 def test_words_without_a_size_tell_nothing() -> None:
@@ -103,7 +117,7 @@ def groups(tiered: Outcome, plain: int = 150, *, registered: bool = False) -> li
 
 
 def test_a_peak_that_was_begun_anew_is_found() -> None:
-    hidden = [replace(step, told=step.peak - 512) for step in steps(50)]
+    hidden = [replace(step, told=step.peak - ROUNDED - 512) for step in steps(50)]
     assert groups(Outcome(tuple(hidden), ())) == ["torch's peak is hidden"]
 
 

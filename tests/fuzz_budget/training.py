@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,7 @@ def _train(case: Case, watch: Watch, budget: int | None, host_bytes: int, folder
         preallocate=False,
         **disk,  # type: ignore[arg-type]
     ) as manager:
+        watch.blocks = partial(_blocks, weakref.ref(manager))
         try:
             training = Training(case, watch, manager)
             training.run()
@@ -92,6 +95,16 @@ def _train(case: Case, watch: Watch, budget: int | None, host_bytes: int, folder
             unreported = _without_frames(raised)
         moved = int(manager.stats()["offloaded.bytes.total"])
     return numbers, error, report, unreported, moved
+
+
+def _blocks(manager: weakref.ref[TieringManager]) -> int:
+    """How many have left or stayed."""
+    alive = manager()
+    if alive is None:
+        return 0
+    stats = alive.stats()
+    kinds = ("offloaded.blocks", "stayed.policy.tensors", "stayed.no_room.tensors")
+    return int(sum(stats[f"{kind}.total"] for kind in kinds))
 
 
 class Training:

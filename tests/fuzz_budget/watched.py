@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,7 +19,8 @@ class Step:
 
     kind: steps of the same kind do the same. where: the part of the step in which it took the most. peak: in bytes.
     requested: the same without what torch's pool gave on top. told: what torch says of the peak in the end.
-    forwards: how many with gradients there were. said: the warnings until the step ended.
+    forwards: how many with gradients there were. said: the warnings until the step ended. blocks: whether it saved
+    anything that could move.
     """
 
     number: int
@@ -30,13 +31,18 @@ class Step:
     told: int
     forwards: int = 1
     said: tuple[str, ...] = ()
+    blocks: bool = True
 
 
 @dataclass
 class Watch:
-    """Makes a `Step` of each step that is taken inside `step()`, and of the one that an exception ends."""
+    """Makes a `Step` of each step that is taken inside `step()`, and of the one that an exception ends.
+
+    blocks: tells how many blocks there have been.
+    """
 
     witness: Witness
+    blocks: Callable[[], int] = lambda: 0
     steps: list[Step] = field(default_factory=list)
     _said: list[str] = field(default_factory=list)
     _where: str = ""
@@ -46,12 +52,14 @@ class Watch:
     def step(self, kind: str) -> Iterator[None]:
         self._where, self._forwards = "", 0
         self.witness.begin()
+        blocks = self.blocks()
         try:
             yield
         finally:
             told, peak, requested = torch.npu.max_memory_allocated(), self.witness.peak(), self.witness.requested()
             said, self._said[:] = tuple(self._said), []
-            step = Step(len(self.steps), kind, self._where, peak, requested, told, self._forwards, said)
+            some = self.blocks() > blocks
+            step = Step(len(self.steps), kind, self._where, peak, requested, told, self._forwards, said, some)
             self.steps.append(step)
 
     @contextmanager

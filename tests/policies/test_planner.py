@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections.abc import Sequence
@@ -267,6 +268,22 @@ def test_the_drive_is_planned_for_like_the_link(kind: str, seed: int) -> None:
         assert made.offload[b] < k < made.fetch[b] <= made.reload[b]
     everything = plan_disk(known, first, 2 * away, LINK, Link(5e9, 7e9))
     assert not everything.spill
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_drive_that_cannot_be_planned_for_leaves_no_error_behind() -> None:
+    """It would keep the frames from which it came, and all that a forward has by then."""
+    known = profile(KINDS["nested"](3))
+    first = plan(known, budget_between(known, 0.2), LINK)
+    away = sum(known.nbytes[b] for b in first.release)
+    refused = 0
+    for parts in range(1, 20):
+        try:
+            plan_disk(known, first, away * parts // 20, LINK, Link(5e9, 7e9))
+        except BudgetTooSmall:
+            refused += 1
+    assert refused
+    assert not [each for each in gc.get_objects() if isinstance(each, BudgetTooSmall)]
 
 
 @pytest.mark.parametrize(

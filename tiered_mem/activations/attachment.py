@@ -155,10 +155,10 @@ class Followed(HookOwner):
         """Says at the first gradient of a weight whether its layer was seen to be called."""
         me = weakref.ref(self)
 
-        # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive. The hook
-        # does not take itself away, as FSDP2 calls a weight's hooks while it goes through them. Nor does it keep
-        # this alive: through a manager's optimizers it would lead back to the weight, in a circle that the garbage
-        # collector does not see.
+        # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive. The
+        # hook does not take itself away, as FSDP2 calls a weight's hooks while it goes through them. Nor does it
+        # keep this alive: through a manager's optimizers it would lead back to the weight, in a circle that the
+        # garbage collector does not see.
         @uninterrupted
         def gradient_is_there(weight: torch.Tensor) -> None:
             followed = me()

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .saved_hooks import refuse_rivals
+from .saved_hooks import is_checkpoint, refuse_rivals
 
 
 class Forward(Protocol):
@@ -55,7 +55,10 @@ class LayerCalls(Generic[F]):
             pass
         forward = self.forward
         self._came = self._came or forward.saver == ended[1]
-        forward.elsewhere = not self._came and (forward.elsewhere or _has_graph(output))
+        if self._came or is_checkpoint():
+            forward.elsewhere = False
+        else:
+            forward.elsewhere = forward.elsewhere or _has_graph(output)
         forward.end_layer(ended[1])
         forward.resume_layer(self._running[-1][1] if self._running else None)
 

@@ -99,7 +99,8 @@ class RegisteredOptimizers:
             stay=stay,
             separable=separable,
         )
-        states = States(optimizer, buckets, contextlib.nullcontext if self._sharing is None else self._sharing.measured)
+        around = contextlib.nullcontext if self._sharing is None else self._sharing.measured
+        states = States(optimizer, buckets, around)
         tiered = TieredOptimizer(optimizer, states, owner, StepCheck(optimizer, self._device))
         try:
             states.adopt()
