@@ -169,8 +169,11 @@ void Exchange::give_up_on(Test is_missing) {
     for (size_t party = 0; party < leg.channel.ranks.size(); ++party) {
       if (!is_missing(leg, leg.channel.parties[party])) continue;
       const uint32_t rank = leg.channel.ranks[party];
-      if (board_->has_left(rank)) give_up_on(leg, party, "has destroyed the communicator");
-      if (board_->is_gone(rank)) give_up_on(leg, party, "is gone");
+      const bool has_left = board_->has_left(rank), is_gone = board_->is_gone(rank);
+      // It may have come, done its part and left since the look above.
+      if (!is_missing(leg, leg.channel.parties[party])) continue;
+      if (has_left) give_up_on(leg, party, "has destroyed the communicator");
+      if (is_gone) give_up_on(leg, party, "is gone");
       if (too_long) {
         give_up_on(leg, party,
                    "was waited for " + std::to_string(patience_.count()) + " s (HCCL_EXEC_TIMEOUT), " +

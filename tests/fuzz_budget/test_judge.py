@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.fuzz_budget.judge import ROUNDED, UNSEEN, agrees, judge, silent, tells
 from tests.fuzz_budget.training import Outcome
@@ -125,6 +126,15 @@ def test_what_is_said_in_each_step_is_found() -> None:
     talking = tuple(replace(step, said=(f"step {step.number} took 9 MiB",)) for step in steps(50, 50, 50, 50))
     assert groups(Outcome(talking, ())) == ["said again and again"]
     assert groups(Outcome(talking[:3], ())) == []
+
+
+def test_numbers_are_the_same_bit_by_bit_but_for_the_bits_of_a_nan() -> None:
+    nans = torch.tensor([0x7FC00000, 0x3F800000], dtype=torch.int32), torch.tensor([-0x400000, 0x3F800000]).int()
+    plain, same = (Outcome(tuple(steps(50)), (each.view(torch.float32),)) for each in nans)
+    zero = replace(plain, numbers=(torch.tensor([float("nan"), -0.0]),))
+    for numbers, found in ((same, []), (zero, ["other numbers"]), (replace(plain, numbers=()), ["other numbers"])):
+        groups = [each.group for each in judge(plain, numbers, BUDGET)]
+        assert [each for each in groups if each == "other numbers"] == found
 
 
 def test_errors_are_told_apart() -> None:
