@@ -124,7 +124,7 @@ class PlannedPolicy:
         self._overrun_bytes = 0  # by which steps with plans were above the budget
         self._most = 0  # bytes of the device in this step, and of these the blocks; nothing of it while it is below
         self._most_blocks = 0  # the budget
-        self._most_after = False  # whether backward was through then
+        self._most_through = 0  # the uses by then, if backward was through
         self._kept = 0  # of optimizer states, when the step began
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
         self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
@@ -187,7 +187,7 @@ class PlannedPolicy:
         if most > self._most:
             self._most = most
             if most > self._given:
-                self._most_blocks, self._most_after = self._player.resident, self._player.through
+                self._most_blocks, self._most_through = self._player.resident, self._player.through
         if self._fragments is not None and reserved:
             between = reserved - device + self._fragments // 2
             self._limit = min(self._budget, self._given - between)
@@ -281,7 +281,7 @@ class PlannedPolicy:
             return OverrunCause.SMALL
         if not recording.blocks:
             return OverrunCause.NOTHING
-        if self._most_after:
+        if 0 < self._most_through == recording.uses:
             return OverrunCause.AFTER
         if step.table is not None:
             return OverrunCause.PLANNED

@@ -78,10 +78,13 @@ class Player:
         return max(self._missing, self._beside + nbytes - self.room)
 
     @property
-    def through(self) -> bool:
-        """Whether backward has used all that the step has saved."""
+    def through(self) -> int:
+        """How many uses there were, if backward has used all that the step has saved, and 0 before."""
         self._catch_up()
-        return self.step is not None and 0 < len(self.step.recording.blocks) <= self.step.recording.uses
+        if self.step is None:
+            return 0
+        recording = self.step.recording
+        return recording.uses if 0 < len(recording.blocks) <= recording.uses else 0
 
     def begin(self, number: int) -> None:
         self._whereabouts.begin_step()

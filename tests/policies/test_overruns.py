@@ -10,7 +10,7 @@ import pytest
 from tests.policies.planned import gpt
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import LINK, MIB
-from tests.policies.simulated.steps import budget_between, profile
+from tests.policies.simulated.steps import Compute, Use, budget_between, profile
 from tests.policies.simulated.strange_steps import twice
 from tiered_mem.policies import PlannedPolicy
 from tiered_mem.policies.planning.overruns import Overrun, OverrunCause, Overruns
@@ -50,3 +50,20 @@ def test_a_backward_that_comes_twice_is_told_as_that(caplog: pytest.LogCaptureFi
             assert machine.run(step).peak > least
     assert caplog.text.count(OverrunCause.TWICE.value) == 1
     assert machine.policy.report().missing
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_peak_in_a_second_backward_is_not_after_it(last: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """last: whether it comes after the last use, as in the optimizer's step."""
+    step = twice(gpt(layers=4))
+    budget = max(profile(gpt(layers=4)).moments.full) + MIB
+    uses = [place for place, each in enumerate(step.code) if isinstance(each, Use)]
+    step.code.insert(len(step.code) if last else uses[-2], Compute(0.0, 2 * budget))
+    machine = Machine(PlannedPolicy(budget, LINK), LINK)
+    with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
+        for _ in range(2):
+            machine.run(step)
+    expected, other = OverrunCause.AFTER, OverrunCause.TWICE
+    if not last:
+        expected, other = other, expected
+    assert (expected.value in caplog.text, other.value in caplog.text) == (True, False)
