@@ -179,7 +179,7 @@ class Repertoire:
                 # In no variable: an error that is raised here would keep all that is under way, and itself.
                 if strict:
                     raise explained(error, profile, known.names, self._states) from None
-                if variant.ratio < self._told:
+                if variant.ratio <= self._told / 2:  # not for each of many sizes
                     self._told = variant.ratio
                     _log.warning(
                         "a step of %.2f times the recorded size, or of more, may take more than the budget: %s",

@@ -50,8 +50,8 @@ def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[S
     """The steps above the budget for a cause that nobody was told of by the end of the next step.
 
     A warning with sizes tells of the steps beside it. Those like them need no second one: steps that do the same
-    with the graph, with any batch, and take the most in the same part; for an optimizer's part all steps. The last
-    step has no next one, by the end of which it would be told of.
+    with the graph, with any batch, and take the most in the same part; for an optimizer's part all steps; and all
+    of which nothing could move. The last step has no next one, by the end of which it would be told of.
     ended: with an error that gives the numbers, which tells of the last two steps.
 
     An evaluation comes after the last event of a step, and the program begins torch's peak anew before the next
@@ -64,17 +64,24 @@ def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[S
     told: set[tuple[str, str]] = set()
     found = []
     for step in steps:
-        rounded = step.requested <= budget and step.peak - budget < ROUNDED
-        unseen = not step.blocks and all(after.blocks for after in steps[step.number + 1 : step.number + 2])
-        if step.where == "evaluation" or unseen or step.peak <= budget or rounded:
+        if step.peak <= budget:
             continue
-        cause = (step.where, "" if step.where == "optimizer" else _what(step))
+        cause = _cause(step)
         near = steps[max(0, step.number - 1) : step.number + 2]
         if any(tells(message) for each in near for message in each.said):
             told.add(cause)
-        if cause not in told and step.number < len(steps) - (2 if ended else 1):
+        rounded = step.requested <= budget and step.peak - budget < ROUNDED
+        unseen = not step.blocks and all(after.blocks for after in steps[step.number + 1 : step.number + 2])
+        last = step.number >= len(steps) - (2 if ended else 1)
+        if not (cause in told or rounded or unseen or last or step.where == "evaluation"):
             found.append(step)
     return found
+
+
+def _cause(step: Step) -> tuple[str, str]:
+    if not step.blocks:
+        return "nothing could move", ""
+    return step.where, "" if step.where == "optimizer" else _what(step)
 
 
 def _what(step: Step) -> str:
@@ -195,6 +202,7 @@ def agrees(peak: int, steps: Sequence[Step], *, registered: bool = True) -> bool
     """Whether a report's peak is that of one of the steps.
 
     A step of several forwards is several steps for the library. Of these each may have taken less than the whole.
+    So may a teacher's forward, with which a step begins here and the last one ends there.
     registered: whether the manager has all optimizers, and sees what their steps take.
     """
     if any(abs(peak - step.peak) <= _DIFFERS * step.peak for step in steps):
@@ -202,7 +210,7 @@ def agrees(peak: int, steps: Sequence[Step], *, registered: bool = True) -> bool
     unseen = ("evaluation",) if registered else ("evaluation", "optimizer")
     if any(step.where in unseen and peak <= step.peak for step in steps):
         return True  # as for `silent`: what it took before that is not known here
-    several = [step.peak for step in steps if step.forwards != 1]
+    several = [step.peak for step in steps if step.forwards != 1 or "teacher" in step.kind]
     return bool(several) and peak <= max(several)
 
 
