@@ -40,10 +40,11 @@ test: setup ## one pass over all that a change can break, with the race detector
 	$(RACES)=eager $(PYTEST) -m 'not slow'
 	@echo 'CI adds make lint, make mutants and make test-schedules (the other schedules, the task queue, the slow tests).'
 
-# Without the race detector torch_npu's task queue is on, as it is by default on hardware. The second line runs the slow
-# tests that the first leaves to others. The last two are make test's in the other schedules.
+# Without the race detector torch_npu's task queue is on, as it is by default on hardware. The third line runs the slow
+# tests that the second leaves to others. The last two are make test's in the other schedules.
 test-schedules: setup ## what make test leaves out: other schedules, the task queue, slow tests: fifteen minutes
-	$(PYTEST) $(DETECTED)
+	$(PYTEST) -m 'not slow' $(DETECTED) $(DEVICE_TESTS) $(ONCE)
+	$(PYTEST) -m slow $(DETECTED)
 	$(RACES)=eager $(PYTEST) -m slow $(patsubst --ignore=%,%,$(DETECTED))
 	$(RACES)=late $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
 	$(RACES)=random $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE)
