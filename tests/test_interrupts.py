@@ -18,6 +18,7 @@ from tests.conftest import RACES
 from tests.interrupted import SIGNAL, Interrupt, spilling_manager, train
 from tests.models import Stack, eventually, is_empty, small_stack
 from tiered_mem import TieringManager
+from tiered_mem.activations.forward_pass import SavedTensor
 from tiered_mem.errors import Closed, Reentered
 from tiered_mem.interrupts import HeldBack, Interrupts, uninterrupted
 from tiered_mem.policies import Action, Event, LayerOrderPolicy, Offload
@@ -144,6 +145,44 @@ def test_an_interrupt_in_a_finalizer_is_not_swallowed() -> None:
             die()
         assert ended == [1]
         interrupts.close()
+
+
+def test_no_finalizer_of_a_step_swallows_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python prints what a finalizer raises and goes on. Torch has such, which are not for us to call."""
+    swallowed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
+    deaths: list[type] = []
+    sent_in: int | None = None
+
+    def send(frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code.co_name == "__del__":
+            deaths.append(type(frame.f_locals["self"]))
+            if len(deaths) - 1 == sent_in:
+                signal.raise_signal(SIGNAL)
+
+    def step() -> None:
+        deaths.clear()
+        sys.settrace(send)
+        try:
+            model(x).backward()
+        finally:
+            sys.settrace(None)
+        if sent_in is not None:
+            wait_for_the_interrupt()
+
+    model, x = small_stack(2, "cpu")
+    with (
+        TieringManager(policy="layer-order", device="cpu", pin=False, host_bytes="8MiB") as manager,
+        manager.attach(model, min_bytes=1),
+        handler(raising),
+    ):
+        step()
+        assert SavedTensor in deaths
+        for number in range(len(deaths)):
+            sent_in = number
+            with pytest.raises(Interrupt):
+                step()
+    assert swallowed == []
 
 
 def test_an_interrupt_while_gradients_are_counted_leaves_no_graph(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def silent(steps: Sequence[Step], budget: int, *, ended: bool = False) -> list[S
 
     An evaluation comes after the last event of a step, and the program begins torch's peak anew before the next
     one: nobody can know what it took. So does the backward of a step that saved nothing that could move; but the
-    next one has to, by a lower `min_bytes`, or it is told of that one. Where no call of a layer was seen, that is told at the first backward,
-    and nothing is known of any step.
+    next one has to, by a lower `min_bytes`, or it is told of that one. Where no call of a layer was seen, that is
+    told at the first backward, and nothing is known of any step.
     """
     if any(UNSEEN in message for step in steps for message in step.said):
         return []
