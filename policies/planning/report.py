@@ -127,7 +127,7 @@ class Account:
         self._states = states
         self._first: int | None = None  # bytes beside blocks when the first step began
         self._last: StepUnderWay | None = None  # that went by a plan
-        self._peak = 0  # of it and all like it
+        self._peaks: deque[int] = deque(maxlen=_LATELY)  # of it and those like it before
         self._measured: tuple[StepUnderWay, StepMeasured] | None = None
         self._unplanned: deque[int] = deque(maxlen=_LATELY)  # the peaks of steps without a plan
         self._recorded: tuple[Profile, Sequence[Name]] | None = None
@@ -144,7 +144,9 @@ class Account:
             self._unplanned.append(step.peak)
         elif not step.deviates:
             alike = self._last is not None and _alike(self._last, step)
-            self._peak = max(step.peak, self._peak if alike else 0)
+            if not alike:
+                self._peaks.clear()
+            self._peaks.append(step.peak)
             self._last = step
             if self._measured is not None and not _alike(self._measured[0], step):
                 self._measured = None
@@ -201,7 +203,7 @@ class Account:
             step=None if measured is None else measured.number,
             budget=self._given,
             planned_peak=max(plan.peak, self._states.step_peak) + kept,
-            measured_peak=self._peak,
+            measured_peak=max(self._peaks),
             compute=compute,
             planned=planned,
             measured=took,
