@@ -38,8 +38,8 @@ class Report:
         measured are None.
     budget: what all memory of the device was to stay below.
     planned_peak, measured_peak: the most, with all that comes before and after the backward, the optimizer's step
-        among it. Measured is the most of the last four steps like it; without a plan, of the last four. Where nobody resets torch's peak, what stays below
-        the most that ever was is known at events only.
+        among it. Measured is the most of the last four steps like it; without a plan, of the last four. Where
+        nobody resets torch's peak, what stays below the most that ever was is known at events only.
     compute: the step without any waits. planned, measured: with them. least: a time that no plan within the budget
         can better.
     moved: bytes that go to the host in a step, and come back. planned_hidden, measured_hidden: the share of the
