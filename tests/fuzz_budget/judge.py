@@ -208,7 +208,7 @@ def agrees(peak: int, steps: Sequence[Step], *, registered: bool = True) -> bool
     if any(abs(peak - step.peak) <= _DIFFERS * step.peak for step in steps):
         return True
     unseen = ("evaluation",) if registered else ("evaluation", "optimizer")
-    if any(step.where in unseen and peak <= step.peak for step in steps):
+    if any((step.where in unseen or not step.blocks) and peak <= step.peak for step in steps):
         return True  # as for `silent`: what it took before that is not known here
     several = [step.peak for step in steps if step.forwards != 1 or "teacher" in step.kind]
     return bool(several) and peak <= max(several)
