@@ -96,7 +96,10 @@ class DevicePeak:
 
 
 def _fill(device: Device, nbytes: int) -> None:
-    """Allocates so many bytes for a moment, to within 1 MiB, of what torch's pool has free: it does not grow."""
+    """Allocates so many bytes for a moment, of what torch's pool has free, so that it does not grow.
+
+    Where the free pieces cannot be put together to as much, it is up to 1 MiB less.
+    """
     large, small = device.free_pieces()
     held = []
 
@@ -107,15 +110,7 @@ def _fill(device: Device, nbytes: int) -> None:
         return piece
 
     try:
-        larger = []
-        for piece in sorted(large, reverse=True):
-            if _SMALL < piece <= nbytes:
-                nbytes -= take(piece)
-            elif piece > nbytes:
-                larger.append(piece)
-        # The rest comes out of the smallest that is large enough, which is taken whole if little would be left.
-        part = min(nbytes, larger[-1] - _SMALL - _GRAIN) if larger else 0
-        if part > _SMALL:
+        while nbytes > _SMALL and (part := _part(large, nbytes)):
             nbytes -= take(part)
         for piece in small:
             while taken := take(min(piece, nbytes, _SMALL)):
@@ -123,3 +118,26 @@ def _fill(device: Device, nbytes: int) -> None:
                 piece -= taken
     except torch.OutOfMemoryError:
         return  # another thread has taken a piece: the peak stays a little lower
+
+
+def _part(pieces: list[int], nbytes: int) -> int:
+    """What to allocate next of so many bytes. It is taken from the pieces; 0 where none of them can give any.
+
+    torch's pool gives the smallest piece that is large enough, and all of it if little would be left.
+    """
+    larger = min((piece for piece in pieces if piece >= nbytes), default=0)
+    smaller = max((piece for piece in pieces if _SMALL < piece < nbytes), default=0)
+    if larger == nbytes:
+        part = piece = larger
+    elif larger > nbytes + _SMALL:
+        part, piece = nbytes, larger
+    elif smaller:
+        part = piece = smaller
+    else:
+        part, piece = larger - _SMALL - _GRAIN, larger
+    if part <= _SMALL:
+        return 0
+    pieces.remove(piece)
+    if piece > part:
+        pieces.append(piece - part)
+    return part

@@ -136,7 +136,7 @@ def _of_what_is_added(plain: Outcome, tiered: Outcome, budget: int) -> list[Find
 
 
 def _of_torch(steps: Sequence[Step]) -> list[Finding]:
-    hidden = [step for step in steps if step.told < step.peak - ROUNDED]
+    hidden = [step for step in steps if step.told < step.peak]
     if not hidden:
         return []
     text = f"in step {hidden[0].number} torch told {_mib(hidden[0].told)} where it was {_mib(hidden[0].peak)}"

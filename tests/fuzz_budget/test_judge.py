@@ -118,7 +118,7 @@ def groups(tiered: Outcome, plain: int = 150, *, registered: bool = False) -> li
 
 
 def test_a_peak_that_was_begun_anew_is_found() -> None:
-    hidden = [replace(step, told=step.peak - ROUNDED - 512) for step in steps(50)]
+    hidden = [replace(step, told=step.peak - 512) for step in steps(50)]
     assert groups(Outcome(tuple(hidden), ())) == ["torch's peak is hidden"]
 
 

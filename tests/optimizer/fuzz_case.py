@@ -340,7 +340,9 @@ def _check_refused(case: Case, device: str, plain: Training | None, expected: Ex
         try:
             tiered = Training(case, device, manager)
             tiered.run()
-        except Exception:
+        except Exception as error:
+            if not isinstance(error, type(expected)):
+                raise Finding(f"without tiering it ends with {expected!r}, and with it with {error!r}") from error
             if plain is not None and tiered is not None:
                 _compare(plain.told, tiered.told)
             return
