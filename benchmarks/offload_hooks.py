@@ -3,9 +3,14 @@
 Host time is what a forward and a backward take until their calls return, less what the plain step takes in the
 same round: pack and unpack together. A hook that waits for the device pays for it. CPU time is the calling thread's
 in the same stretch, without such waits, and without what other threads take; backward is run on the calling thread
-for its sake. Both are given for each tensor that autograd saves, and the whole once more for each that moves. What
-stays is to be compared with hooks of two Python functions, which move nothing. The rounds go through all contenders
-in turn.
+for its sake. Both are given for each tensor that autograd saves, and the CPU time once more for each that moves.
+What stays is to be compared with hooks of two Python functions, which move nothing. The rounds go through all
+contenders in turn.
+
+tiered_mem takes part with two policies. Every activation is a block, unless the name says another size. Layer order
+moves the first layers. "auto" has an ample budget, twice what the step needs, where nothing has to move. The other
+two lie between what the plain step takes and what layer order needs to move all: half of the way down, and nine
+tenths of it.
 
 It is measured twice, with the sizes asked for and with a model so small that the host is what a step waits for. The
 second one's steps are short, and there are five times as many rounds of them.
@@ -27,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -36,10 +42,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.devices import find_device
 from examples.gpt import GPT, batches, standard_library
 from tiered_mem import TieringManager
-from tiered_mem.policies import LayerOrderPolicy
+from tiered_mem.policies import LayerOrderPolicy, Policy
 
 MIB = 1 << 20
 HEAD = 32
+SETTLED = 8  # steps after which policy="auto" plays its plan
 # torchtune's calls torch.cuda by name; TRL's is made from it and knows other devices.
 PEERS = {"torchtune": "torchtune.training._activation_offloading", "TRL": "trl.models.activation_offloading"}
 
@@ -57,8 +64,9 @@ def main() -> int:
         saved, rows = compare(f"{name}: rounds", size, rounds, kind, options, console)
         console.print(table(name, size, saved, rows))
         for each in rows:
-            if each.remark:
-                console.print(f"{each.name}: {each.remark}", highlight=False)
+            remark = "WRONG gradients" if each.gradients == "WRONG" else each.remark
+            if remark:
+                console.print(f"{each.name}: {remark}", highlight=False)
         figures = [asdict(row) for row in rows]
         tables.append({"name": name, **asdict(size), "rounds": rounds, "saved_tensors": saved, "rows": figures})
     where = getattr(torch, kind).get_device_name()
@@ -128,9 +136,9 @@ def compare(
     """The number of tensors that autograd saves in a step, and a row for each contender."""
     step = Step(kind, size)
     with contextlib.ExitStack() as stack:
-        everyone = list(contenders(step.model, kind, options, stack))
+        everyone = list(contenders(step, kind, options, stack))
         saved = step.saved_tensors()
-        moved = {each.name: copies for each in everyone if (copies := first_step(each, step)) is not None}
+        moved = {each.name: copies for each in everyone if (copies := first_steps(each, step)) is not None}
         running = [each for each in everyone if each.name in moved]
         gc.freeze()  # what the peers' packages have imported would make each gc.collect() slow
         for number in track(range(options.warmup + rounds), title, console=console):
@@ -145,24 +153,36 @@ def compare(
 
 
 def contenders(
-    model: GPT, kind: str, options: argparse.Namespace, stack: contextlib.ExitStack
+    step: Step, kind: str, options: argparse.Namespace, stack: contextlib.ExitStack
 ) -> Iterator[Contender]:
     yield Contender("plain", contextlib.nullcontext())
     # What a tensor costs that stays. Without detach() an operation that saves its own output would own itself.
     stays = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-    yield Contender("two functions, nothing moves", stays)
-    for name, min_bytes in (("tiered_mem", MIB), ("tiered_mem, every activation", 1)):
-        policy = LayerOrderPolicy(options.offload, in_flight=options.in_flight)
-        manager = stack.enter_context(TieringManager(policy=policy, device=kind, host_bytes=options.host_bytes))
-        yield Contender(name, manager.offload_context(model.layers, min_bytes=min_bytes))
+    yield Contender("two functions", stays)
+
+    def tiered(policy: Policy | str, min_bytes: int = 1, budget: int | None = None) -> Any:
+        manager = TieringManager(policy=policy, device=kind, host_bytes=options.host_bytes, device_budget=budget)
+        return stack.enter_context(manager).offload_context(step.model.layers, min_bytes=min_bytes)
+
+    yield Contender("layer order, none", tiered(LayerOrderPolicy(0)))
+    for name, min_bytes in (("layer order, 1 MiB", MIB), ("layer order, all", 1)):
+        context = tiered(LayerOrderPolicy(options.offload, in_flight=options.in_flight), min_bytes)
+        yield Contender(name, context)
+    step.run(context)
+    before, plain = step.plain
+    least = step.run(context).peak
+    for name, peak in (("ample", 2 * plain), ("half", (plain + least) // 2), ("tight", (plain + 9 * least) // 10)):
+        yield Contender(f"auto, {name}", tiered("auto", budget=before + peak))
     yield Contender("save_on_cpu, pinned", save_on_cpu(pin_memory=True, device_type=kind))
     for package, module in PEERS.items():
         for streams in (True, False):
-            name = f"{package}, {'streams' if streams else 'no streams'}"
+            name = f"{package}{'' if streams else ', no streams'}"
             try:
+                if package == "TRL":
+                    importlib.import_module("accelerate").PartialState()  # it logs by that
                 peer = importlib.import_module(module).OffloadActivations(use_streams=streams)
                 if hasattr(peer, "update_model_params"):
-                    peer.update_model_params(model)
+                    peer.update_model_params(step.model)
             except Exception as error:  # whatever a package that is not ours does not like here
                 yield Contender(name, None, in_short(error))
             else:
@@ -180,12 +200,14 @@ def lend_use_count(kind: str) -> str:
     return "runs with torch._C._storage_Use_Count, which it looks for in torch_npu._C and does not find there"
 
 
-def first_step(contender: Contender, step: Step) -> CopiesToHost | None:
+def first_steps(contender: Contender, step: Step) -> CopiesToHost | None:
     """Counts what the contender moves in a step. None if it cannot run one: then the remark says why."""
     if contender.context is None:
         return None
     copies = CopiesToHost()
     try:
+        for _ in range(SETTLED):
+            step.run(contender.context)
         with copies:
             step.run(contender.context)
     except Exception as error:  # as above
@@ -231,6 +253,10 @@ class Step:
         self._tokens, self._targets = (part.to(kind) for part in next(data))
         self.run(contextlib.nullcontext())
         self._right = [weight.grad for weight in self.model.parameters()]
+        peak = self.run(contextlib.nullcontext()).peak
+        self.model.zero_grad()
+        # What is allocated before a plain step, and at most beyond that in it.
+        self.plain = self._device.memory_allocated(), peak
 
     def run(self, context: Any) -> Taken:
         self.model.zero_grad()
@@ -300,16 +326,18 @@ def table(name: str, size: Size, saved: int, rows: list[Row]) -> Table:
     sizes = ", ".join(f"{what} {number}" for what, number in asdict(size).items())
     result = Table(
         title=f"{name}: {sizes}; {saved} saved tensors",
-        caption="µs: beyond the plain step, for each saved tensor, and the same for each moved one",
+        caption="us: beyond the plain step, for each saved tensor or each moved one",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),  # to go into 80 columns
+        pad_edge=False,
     )
-    times = ("host µs", "CPU µs", "host µs, moved", "CPU µs, moved", "step / plain")
-    for column in ("hooks", *times, "peak MiB", "moved", "moved MiB", "gradients"):
-        result.add_column(column, justify="left" if column in ("hooks", "gradients") else "right")
+    result.add_column("hooks", no_wrap=True)
+    for column in ("host\nus", "CPU\nus", "CPU us,\nmoved", "step /\nplain", "peak\nMiB", "moved", "moved\nMiB"):
+        result.add_column(column, justify="right")
     for each in rows:
         figures = (
             (each.host_us_per_saved_tensor, ".1f", 1),
             (each.cpu_us_per_saved_tensor, ".1f", 1),
-            (each.host_us_per_moved_tensor, ".1f", 1),
             (each.cpu_us_per_moved_tensor, ".1f", 1),
             (each.step_ratio, ".3f", 1),
             (each.peak_device_bytes, ".1f", MIB),
@@ -320,7 +348,7 @@ def table(name: str, size: Size, saved: int, rows: list[Row]) -> Table:
             "" if value is None else f"{value if unit == 1 else value / unit:{form}}"
             for value, form, unit in figures
         ]
-        result.add_row(each.name, *cells, each.gradients)
+        result.add_row(each.name, *cells)
     return result
 
 
