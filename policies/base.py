@@ -19,7 +19,8 @@ class Policy(Protocol):
     A policy is advice. The manager fetches a block that is needed whatever the policy said of it, and takes no
     notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
 
-    One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many.
+    One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many. That
+    is read anew with each answer of one that `asks`.
     While an attribute `plans_spills` is true, it is told of HostPressure only when nothing under way makes room.
     A method `lacks(nbytes)` says how many bytes the device lacks, if so many come that are no blocks, though all
     leaves that can: where a context chooses itself from which size on tensors are blocks, smaller ones become
@@ -184,6 +185,13 @@ class ExactMemory(Memory):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerMemory(Memory):
+    """What is told as Memory, to a policy that asks for it in its place, but only before steps, forwards and layers
+    begin or end. To ask torch takes longer than most of what is done for a block.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class MoreBlocks:
     """From now on smaller tensors are blocks too, as the policy `lacks` memory. Steps have more of them."""
 
@@ -312,9 +320,12 @@ Event = (
     | StepEnd
     | Memory
     | ExactMemory
+    | LayerMemory
     | StepMeasured
     | MoreBlocks
     | Refused
 )
+# Before these comes LayerMemory.
+BOUNDARIES: frozenset[type[Event]] = frozenset({StepBegin, StepEnd, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd})
 # Of these, what is told to a policy that asks for it.
-OnRequest = Used | StepBegin | StepEnd | Memory | ExactMemory | StepMeasured | MoreBlocks | Refused
+OnRequest = Used | StepBegin | StepEnd | Memory | ExactMemory | LayerMemory | StepMeasured | MoreBlocks | Refused

@@ -18,6 +18,7 @@ from .base import (
     HostPressure,
     LayerBegin,
     LayerEnd,
+    LayerMemory,
     Memory,
     MoreBlocks,
     OnRequest,
@@ -31,14 +32,15 @@ from .base import (
 from .planning.bound import BudgetTooSmall
 from .planning.link import Link
 from .planning.overruns import Overrun, OverrunCause, Overruns
-from .planning.player import Player
+from .planning.player import Ease, Player
 from .planning.repertoire import Repertoire
 from .planning.report import Account, Report
 from .planning.share import StatesShare
 from .planning.step import StepUnderWay
 
-# Steps from one that is timed to the next, at least, for the same kind of step.
+# Steps from one that is timed to the next, at least, for the same kind of step; and where nothing has to move.
 _PATIENCE = 4
+_PATIENCE_AT_REST = 32
 # So many steps that are of no known kind are recorded in a row. After that it is each fourth.
 _STRAYS = 8
 # Of the step's time: stalls above the prediction by more than this are a reason to plan anew.
@@ -57,11 +59,18 @@ _VARYING = 8
 _FIRST_VARYING = 16
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
+# Where nothing has to move, blocks are told of together.
+_GATHERED = 64 << 20
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, MoreBlocks, Refused})
 _TIMED = _PLAYED | {StepMeasured}
 _RECORDED = _TIMED - {Memory} | {ExactMemory}
 _WATCHED = _PLAYED - {Memory} | {ExactMemory}
+_EASE: dict[Ease, frozenset[type[OnRequest]]] = {
+    Ease.NONE: _PLAYED,
+    Ease.QUIET: _PLAYED - {Memory} | {LayerMemory},
+    Ease.RESTING: _PLAYED - {Memory, Used} | {LayerMemory},
+}
 
 
 class PlannedPolicy:
@@ -88,8 +97,6 @@ class PlannedPolicy:
     Raises ValueError for a size below 1 byte and a slowdown below 0, TypeError for a slowdown that is no number.
     `decide` raises BudgetTooSmall, once a step is measured, where no plan can keep the budget.
     """
-
-    gather_bytes = 1  # each block is told of at once
 
     def __init__(
         self,
@@ -131,7 +138,9 @@ class PlannedPolicy:
         self._reserve = 0  # what plans leave free for the next
         self._untimed = 0  # steps since the last that was timed
         self._strays = 0  # steps since the last that was of a known kind
-        self.asks: Collection[type[OnRequest]] = _RECORDED
+        self._asks: Collection[type[OnRequest]] = _RECORDED  # where the step needs all that it gives
+        self.asks: Collection[type[OnRequest]] = self._asks
+        self.gather_bytes = 1  # each block is told of at once, but where nothing has to move
 
     @property
     def resident(self) -> int:
@@ -156,11 +165,18 @@ class PlannedPolicy:
         return self.account.report()
 
     def decide(self, event: Event) -> Sequence[Action]:
+        player = self._player
         if type(event) in _POSITIONS:  # nearly all of them
-            answer = self._player.answer(event)
-            if self._player.decided:
+            answer = player.answer(event)
+            if player.decided:
                 self._decided()
-            return answer
+        else:
+            answer = self._note(event)
+        self.asks = self._asks if self._asks is not _PLAYED else _EASE[player.ease]
+        self.gather_bytes = _GATHERED if player.ease is Ease.RESTING else 1
+        return answer
+
+    def _note(self, event: Event) -> Sequence[Action]:
         match event:
             case Memory():
                 self._hear(event)
@@ -201,7 +217,7 @@ class PlannedPolicy:
         self._end({})  # where nobody said so
         self._most = self._most_blocks = 0
         self._kept = self.states.kept
-        self._player.begin(number)
+        self._player.begin(number, may_rest=self._asks is _PLAYED)
 
     def _end(self, stayed: Mapping[str, int]) -> None:
         step = self._player.end()
@@ -219,7 +235,7 @@ class PlannedPolicy:
             self._repertoire.states_moved()
             self.account.states_moved()
             self._untimed = _PATIENCE
-        self._untimed = 0 if StepMeasured in self.asks else self._untimed + 1
+        self._untimed = 0 if StepMeasured in self._asks else self._untimed + 1
         self._strays = self._strays + 1 if step.deviates else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
@@ -233,12 +249,12 @@ class PlannedPolicy:
             found = max(self._fragments, min(found, self._given // 4))
             if (step.exact and not step.varies) or found > self._given - self._budget + self._given * _GROWN:
                 self._leave_out(found)
-        self.asks = _PLAYED
-        if self._untimed >= _PATIENCE - 1:
-            self.asks = _TIMED
+        self._asks = _PLAYED
+        if self._untimed >= (_PATIENCE_AT_REST if step.rested else _PATIENCE) - 1:
+            self._asks = _TIMED
         elif step.varies and (self._varying <= _FIRST_VARYING or self._untimed == 1):
-            self.asks = _WATCHED
-        if not self._repertoire or (step.deviates and step.recording.regular and not step.exact):
+            self._asks = _WATCHED
+        if not self._repertoire or step.woken or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
 
     def _decided(self) -> None:
@@ -251,7 +267,7 @@ class PlannedPolicy:
     def _record(self, step: int) -> None:
         """This step is of no kind that is known."""
         if self._strays <= _STRAYS or step % _PATIENCE == 0:
-            self.asks = _RECORDED
+            self._asks = _RECORDED
 
     def _leave_out(self, fragments: int) -> None:
         """So many bytes of what was given are not to be used."""
@@ -307,7 +323,7 @@ class PlannedPolicy:
                         raise
                     self._leave_out(self._given - error.floor)  # it did run
                     repertoire.add(recording, seconds, step.known, step.variant)
-                self.asks = _TIMED if missing else _PLAYED
+                self._asks = _TIMED if missing else _PLAYED
         elif step.table is not None and len(seconds) == len(step.known.names):
             planned = step.table.plan
             surprise = abs(stalls - planned.waits)

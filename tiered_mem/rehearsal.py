@@ -78,7 +78,6 @@ class Rehearsal:
         self._write(
             missing="no forward ran in the contexts of its manager: attach the model, or use offload_context"
         )
-        self.gather_bytes = policy.gather_bytes
         self.check = policy.check
         self.lacks = policy.lacks
         self.states = policy.states
@@ -86,6 +85,10 @@ class Rehearsal:
     @property
     def asks(self) -> Collection[type[OnRequest]]:
         return {*self._policy.asks, StepMeasured}
+
+    @property
+    def gather_bytes(self) -> int:
+        return self._policy.gather_bytes
 
     @property
     def plans_spills(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum
 from math import inf
 
 from ..base import (
@@ -19,17 +20,33 @@ from ..base import (
     Reload,
     Saved,
     Spill,
+    StepEnd,
     Used,
 )
 from ..lru import LRUPolicy
 from .names import Name
 from .repertoire import Repertoire
+from .rest import Rest
 from .script import Repetition, Script
 from .step import StepUnderWay
 from .table import Table
 from .whereabouts import Stage, Whereabouts
 
 _FETCHED_AHEAD = 8
+# Of what a step takes, the room beyond that must be at least this part if nobody is to look.
+_WIDE = 4
+
+
+class Ease(Enum):
+    """How little a policy has to be told of.
+
+    QUIET: the answer to the next event is known, if no more was allocated meanwhile than the last time.
+    RESTING: nothing has to move in what comes next.
+    """
+
+    NONE = 0
+    QUIET = 1
+    RESTING = 2
 
 
 class Player:
@@ -42,16 +59,20 @@ class Player:
     these is left free if the plan can do without. varying: how much more in a step whose blocks have other sizes
     than the recorded ones. decided: whether it has become clear what the step is. strange: that it is of no known
     kind, or longer than any.
+    ease: how much it has to be told of next.
     """
 
     def __init__(self, repertoire: Repertoire) -> None:
         self.step: StepUnderWay | None = None
         self.limit = self.margin = self.varying = 0
         self.decided = self.strange = False
+        self.ease = Ease.NONE
         self._repertoire = repertoire
         self._whereabouts = Whereabouts()
         self._memory: Memory | None = None
         self._repetition: Repetition | None = None
+        self._rest: Rest | None = None
+        self._may_rest = False
         self._lru: LRUPolicy | None = None
         self._missing = 0  # bytes that were too many after the last answer, though all had left that could
         self._beside = 0  # bytes that are expected beside blocks, where there is no plan
@@ -83,12 +104,15 @@ class Player:
         self._catch_up()
         if self.step is None:
             return 0
+        if self._rest is not None:
+            return 0 if self._whereabouts.owns_any else self._rest.recording.uses
         recording = self.step.recording
         return recording.uses if 0 < len(recording.blocks) <= recording.uses else 0
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, *, may_rest: bool = False) -> None:
         self._whereabouts.begin_step()
         self.step = StepUnderWay(number)
+        self._may_rest = may_rest
 
     def end(self) -> StepUnderWay | None:
         """The step that has ended, if there was one."""
@@ -96,7 +120,13 @@ class Player:
         if step is None:
             return None
         recording = None if step.table is None else step.table.recording
-        if repetition is not None and recording is not None and repetition.empty:
+        if self._rest is not None:
+            if self._memory is not None:
+                self._rest.goes_on(StepEnd(step.number), self._memory)
+            self._catch_up()
+            step.end_rest(self._rest)
+            self._rest = None
+        elif repetition is not None and recording is not None and repetition.empty:
             if self._memory is not None:
                 step.hear(self._memory, 0)
             step.repeated(repetition, recording)
@@ -110,6 +140,7 @@ class Player:
                 step.table.script = Script(step.transcript.lines, ends_empty)
                 step.table.recording = step.recording
         self.step = step.transcript = None
+        self.ease = Ease.NONE
         return step
 
     def hear(self, memory: Memory) -> None:
@@ -117,7 +148,7 @@ class Player:
         if type(memory) is ExactMemory:
             self._depart()
         self._memory = memory
-        if self._repetition is None and self.step is not None:
+        if self._repetition is None and self._rest is None and self.step is not None:
             self.step.hear(memory, self._whereabouts.own)
 
     def refused(self, action: Action) -> None:
@@ -129,11 +160,18 @@ class Player:
     def answer(self, event: Event) -> Sequence[Action]:
         """An event of a step, or one between steps."""
         memory, repetition = self._memory, self._repetition
-        if repetition is not None:
-            answer = None if memory is None else repetition.answer(event, memory, self.room)
+        if self._rest is not None:
+            if self._rest.goes_on(event, memory):
+                self._memory = None
+                return ()
+            self._depart()
+        elif repetition is not None:
+            answer = repetition.answer(event, memory, self.room)
             if answer is not None:
                 self._memory = None
+                self.ease = Ease.QUIET if repetition.quiet else Ease.NONE
                 return answer
+            memory = repetition.memory_at(event) if memory is None else memory
             self._depart()
         self._memory = None
         step = self.step
@@ -142,9 +180,22 @@ class Player:
             return self._think(event, name, others, again)
         own, step.spare = self._whereabouts.own, inf
         answer = self._think(event, name, others, again)
-        above = None if memory is None else memory.device - self.room
-        self._repetition = step.write(event, own, above, answer)
+        self._repetition = step.write(event, own, memory, self.room, answer)
+        if self._repetition is not None and self._may_rest and memory is not None:
+            self._rest_from(step, memory)
         return answer
+
+    def _rest_from(self, step: StepUnderWay, memory: Memory) -> None:
+        """Rests for the remainder of a step that nothing has to leave, where that is not near to a limit."""
+        table = step.table
+        if table is None or table.plan.release or table.recording is None or step.varies:
+            return
+        if step.known is None or step.known.guessed:
+            return
+        spare = self.room - table.plan.peak
+        if spare * _WIDE >= table.plan.peak - table.recording.standing[0]:
+            self._repetition, self.ease = None, Ease.RESTING
+            self._rest = Rest(table.recording, table.plan.peak + spare // 2, memory)
 
     def spill(self, nbytes: int) -> list[Action]:
         """Sends so many bytes of the host on to disk."""
@@ -259,6 +310,8 @@ class Player:
     def _catch_up(self) -> None:
         """Takes note of what went by a script."""
         step, repetition, whereabouts = self.step, self._repetition, self._whereabouts
+        if self._rest is not None:
+            self._rest.catch_up(whereabouts)
         if step is None or repetition is None:
             return
         for memory, event, actions in repetition.unnoted():
@@ -273,8 +326,12 @@ class Player:
         step, repetition = self.step, self._repetition
         if step is None:
             return
+        self._catch_up()
+        self.ease = Ease.NONE
+        if self._rest is not None:
+            self._rest = None
+            step.wake()
         if repetition is not None:
-            self._catch_up()
             step.transcript = repetition.transcript()
             step.returning = deque(repetition.waiting())
             if self._memory is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 from ..base import Action, Dropped, Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, Memory, Saved, Used
@@ -12,13 +13,20 @@ _Sign = tuple[Any, ...]
 _Answer = Sequence[tuple[type[Action], int]]
 
 
+# Room for so much of the limit must be left at an event if nobody asks what is allocated.
+_CERTAIN = 1 / 256
+
+
 class Repetition:
     """The part of a step that has gone by a script so far. That script must begin as the step did.
 
-    memories, events: what was told since then.
+    memories, events: what was told since then, or was to be expected.
+    quiet: the next event has the script's answer, if no more is allocated than when it was written, and there is
+    room beyond that.
     """
 
     def __init__(self, script: Script, begun: Transcript) -> None:
+        self.quiet = False
         self._script = script
         self.first = len(begun.lines)
         self.memories: list[Memory] = []
@@ -27,21 +35,38 @@ class Repetition:
         self._keys = begun.signs.keys
         self._noted = 0
 
-    def answer(self, event: Event, memory: Memory, limit: int) -> Sequence[Action] | None:
+    def answer(self, event: Event, memory: Memory | None, limit: int) -> Sequence[Action] | None:
         """What the script has for an event; None where it has another one, or memory is not enough.
 
-        limit: the bytes that may be taken on the device.
+        memory: None where nobody has asked. limit: the bytes that may be taken on the device.
         """
+        lines, number = self._script.lines, self.first + len(self.events)
         try:
-            sign, _, least, most, answer, _ = self._script.lines[self.first + len(self.events)]
-            if self._signs.of(event) != sign or not least <= memory.device - limit <= most:
+            sign, before, _, least, most, answer, _ = lines[number]
+            if memory is None:
+                memory = self._more(before - lines[number - 1].device)
+            if memory is None or self._signs.of(event) != sign or not least <= memory.device - limit <= most:
                 return None
         except (IndexError, KeyError):
             return None
         self.memories.append(memory)
         self.events.append(event)
+        if number + 1 < len(lines):
+            _, after, _, least, most, _, _ = lines[number + 1]
+            self.quiet = least == -inf and most - (memory.device + after - before - limit) >= limit * _CERTAIN
         keys = self._keys
         return [action(keys[number]) for action, number in answer] if answer else ()
+
+    def memory_at(self, event: Event) -> Memory | None:
+        """What is allocated, as far as is known, at an event that the script has not, if nobody has asked."""
+        return self._more(sum(nbytes for _, nbytes in event.blocks) if isinstance(event, Saved) else 0)
+
+    def _more(self, nbytes: int) -> Memory | None:
+        """What is allocated, with so much more than at the last event. None where that is not known."""
+        if not self.memories:
+            return None
+        last = self.memories[-1]
+        return Memory(last.device + nbytes, last.device + nbytes, last.reserved)
 
     @property
     def empty(self) -> bool:
@@ -79,12 +104,13 @@ class Repetition:
 class _Line(NamedTuple):
     """An event, and what was answered.
 
-    own: the bytes of the step's blocks on the device before that. least, most: the answer is the same where so many
-    bytes are taken beyond what may be; as a rule they are below 0. answer: actions with the numbers of blocks.
-    waiting: of the blocks whose reload is due, and has to wait.
+    device: the bytes that were allocated. own: of these, those of the step's blocks before that. least, most: the
+    answer is the same where so many bytes are taken beyond what may be; as a rule they are below 0. answer: actions
+    with the numbers of blocks. waiting: of the blocks whose reload is due, and has to wait.
     """
 
     sign: _Sign
+    device: int
     own: int
     least: float
     most: float
@@ -163,10 +189,16 @@ class Transcript:
     lines: list[_Line] = field(default_factory=list)
 
     def add(
-        self, event: Event, own: int, between: tuple[float, float], answer: Sequence[Action], waiting: Iterable[int]
+        self,
+        event: Event,
+        device: int,
+        own: int,
+        between: tuple[float, float],
+        answer: Sequence[Action],
+        waiting: Iterable[int],
     ) -> None:
         """Raises KeyError where blocks of other steps are concerned."""
         signs = self.signs
         self.lines.append(
-            _Line(signs.of(event), own, *between, signs.template(answer), [*map(signs.number, waiting)])
+            _Line(signs.of(event), device, own, *between, signs.template(answer), [*map(signs.number, waiting)])
         )

@@ -23,6 +23,7 @@ from ..base import (
 from .names import Name, StepNames
 from .recording import Recording
 from .repertoire import COMPARED, Known, Variant
+from .rest import Rest
 from .script import Repetition, Transcript
 from .table import Table
 
@@ -42,7 +43,8 @@ class StepUnderWay:
     event to the next. exact: whether memory is told with all that comes and goes. varies: whether a block has
     another size than in the recorded step. held: the blocks whose release would free nothing now, if that is told.
     spare: the least room that there was at the last event for what was to be held. transcript: for a script; None
-    where it cannot be repeated.
+    where it cannot be repeated. rested: nothing had to move in the remainder of it. woken: it took more than
+    expected while it rested.
     """
 
     number: int
@@ -65,6 +67,8 @@ class StepUnderWay:
     undecided: bool = False
     spare: float = inf
     transcript: Transcript | None = field(default_factory=Transcript)
+    rested: bool = False
+    woken: bool = False
     _settled: bool = False
     _due: Sequence[Action] = ()
     _parted: bool = False
@@ -109,19 +113,22 @@ class StepUnderWay:
         if memory.reserved > self.reserved:
             self.reserved = memory.reserved
 
-    def write(self, event: Event, own: int, above: int | None, answer: Sequence[Action]) -> Repetition | None:
+    def write(
+        self, event: Event, own: int, memory: Memory | None, room: int, answer: Sequence[Action]
+    ) -> Repetition | None:
         """Takes an answer down. What the step goes by from now on, if it is clear now that it repeats another.
 
-        own: the bytes of its blocks before that. above: those of the device beyond what may be taken.
+        own: the bytes of its blocks before that. room: those of the device that may be taken.
         """
         if self.transcript is None:
             return None
         try:
-            if above is None:
+            if memory is None:
                 raise KeyError
+            above = memory.device - room
             # Where there was no room for something, what was answered depends on each byte.
             between = (-inf, above + self.spare) if self.spare >= 0 else (above, above)
-            self.transcript.add(event, own, between, answer, self.returning)
+            self.transcript.add(event, memory.device, own, between, answer, self.returning)
         except KeyError:
             self.transcript = None
             return None
@@ -139,6 +146,21 @@ class StepUnderWay:
         self.recording = replace(recording, standing=standing)
         for memory in repetition.memories:
             self._count(memory)
+
+    def end_rest(self, rest: Rest) -> None:
+        """It has ended, and rested to the end."""
+        self.rested = True
+        like = rest.recording
+        more = self.recording.standing[0] - like.standing[0]
+        self.recording = replace(like, standing=[others + more for others in like.standing])
+        self.allocated = max(self.allocated, rest.allocated)
+        self.reserved = max(self.reserved, rest.reserved)
+
+    def wake(self) -> None:
+        """It is not what it was taken for, and not known enough to be taken for anything else."""
+        self.woken = True
+        self.known = self.table = self.transcript = None
+        self.variant = Variant()
 
     def as_far_as_loose(self, advice: Sequence[Action]) -> list[Action]:
         """What is advised, but a release of a block that is held only when it is let go.

@@ -190,7 +190,8 @@ class PolicyActions:
     """Does what a policy advises. One thread at a time.
 
     saver: the graph and the layer that blocks are saved by now.
-    enough: so many bytes of blocks, saved or ended, the policy is told of before the next event.
+    enough: so many bytes of blocks, saved or ended, the policy is told of before the next event. tells_uses: and of
+    each use.
     closed: the policy is told nothing any more.
     """
 
@@ -198,7 +199,6 @@ class PolicyActions:
         self._policy = policy
         self._blocks = store.blocks
         self._watch = watch if hasattr(policy, "asks") else None
-        self.tells_uses = Used in getattr(policy, "asks", ())
         self._do: dict[type[Any], Callable[[Sequence[Block]], None]] = {
             Offload: store.offload,
             Release: store.release,
@@ -206,7 +206,8 @@ class PolicyActions:
             Spill: store.spill,
             Fetch: store.fetch,
         }
-        self.enough = min(_GATHERED_BYTES, getattr(policy, "gather_bytes", _GATHERED_BYTES))
+        self.tells_uses = False
+        self._ask()
         self.saver = (0, 0)
         self.closed = False
 
@@ -249,10 +250,16 @@ class PolicyActions:
             self._watch.note(each, asks)
             if type(each) in _ON_REQUEST and type(each) not in asks:
                 continue
-            if not isinstance(each, StepMeasured | MoreBlocks) and (memory := self._watch.memory(asks)) is not None:
+            if not isinstance(each, StepMeasured | MoreBlocks) and (memory := self._watch.memory(each, asks)):
                 self.act(self._policy.decide(memory))
             self.act(self._policy.decide(each))
             self._watch.answered(self._policy.asks)  # type: ignore[attr-defined]
+            self._ask()
+
+    def _ask(self) -> None:
+        """What the policy wants to be told of next."""
+        self.tells_uses = Used in getattr(self._policy, "asks", ())
+        self.enough = min(_GATHERED_BYTES, getattr(self._policy, "gather_bytes", _GATHERED_BYTES))
 
     def _tell_refused(self, kind: type[Action], blocks: Sequence[Block]) -> None:
         for block in blocks:

@@ -11,11 +11,13 @@ from ..device import Device
 from ..device_peak import DevicePeak
 from ..interrupts import uninterrupted
 from ..policies.base import (
+    BOUNDARIES,
     Event,
     ExactMemory,
     ForwardBegin,
     ForwardEnd,
     HostPressure,
+    LayerMemory,
     Memory,
     MoreBlocks,
     Saved,
@@ -86,16 +88,17 @@ class StepWatch:
         elif isinstance(event, ForwardEnd):
             self._forwards.discard(event.graph)
 
-    def memory(self, asks: Collection[type[Any]]) -> Memory | None:
+    def memory(self, event: Event, asks: Collection[type[Any]]) -> Memory | None:
         """What is allocated on the device, and the most since the last event was answered, for who asks for it."""
-        if Memory not in asks and ExactMemory not in asks:
+        at_layers = LayerMemory in asks
+        if type(event) not in BOUNDARIES if at_layers else Memory not in asks and ExactMemory not in asks:
             return None
         allocated, peak, reserved, acting = self._peak.read()
         if self._exact:
             alive = filter(None, map(self._blocks.find, self._held))
             self._held = {block.key: None for block in held_by_others(alive)}
             return ExactMemory(allocated, peak, reserved, frozenset(self._held), acting)
-        return Memory(allocated, peak, reserved)
+        return (LayerMemory if at_layers else Memory)(allocated, peak, reserved)
 
     def answered(self, asks: Collection[type[Any]]) -> None:
         """What the policy has answered to an event is done, and now it asks for these."""

@@ -16,6 +16,7 @@ from tiered_mem.policies import (
     Event,
     ExactMemory,
     LayerBegin,
+    LayerMemory,
     Memory,
     Offload,
     Policy,
@@ -28,6 +29,7 @@ from tiered_mem.policies import (
     StepMeasured,
     Used,
 )
+from tiered_mem.policies.base import BOUNDARIES
 from tiered_mem.policies.planning import Link
 
 OUT, BACK = 0, 1
@@ -150,7 +152,7 @@ class Machine:
         self._keys = 0
         self.level = 0  # bytes on the device
         self.on_host = 0
-        self._peak = 0
+        self._peak, self._heard = 0, False
         self._exact = False
         self._begin()
 
@@ -230,7 +232,7 @@ class Machine:
         """Tells the policy, and does what it answers."""
         if self._positions or StepMeasured in self.asks:
             self._positions.append(0.0)
-        self._tell_memory()
+        self._tell_memory(event)
         answer = list(self.policy.decide(event))
         self.outcome.log.append((event, answer))
         self.act(answer)
@@ -249,17 +251,21 @@ class Machine:
     def request(self, event: Event) -> None:
         """Tells what only those hear of who ask for it."""
         if type(event) in self.asks:
-            self._tell_memory()
+            self._tell_memory(event)
             self.act(self.policy.decide(event))
             self._answered()
 
-    def _tell_memory(self) -> None:
-        if Memory in self.asks or ExactMemory in self.asks:
-            kind = ExactMemory if self._exact else Memory
+    def _tell_memory(self, event: Event) -> None:
+        asks = self.asks
+        at_layers = LayerMemory in asks
+        if type(event) in BOUNDARIES if at_layers else Memory in asks or ExactMemory in asks:
+            kind = LayerMemory if at_layers else ExactMemory if self._exact else Memory
             self.policy.decide(kind(self.level, max(self._peak, self.level), self.level + self._fragments))
+            self._heard = True
 
     def _answered(self) -> None:
-        self._peak = self.level
+        if self._heard:
+            self._peak, self._heard = self.level, False
         self._exact = ExactMemory in self.asks
 
     def act(self, answer: Sequence[Action]) -> None:
