@@ -5,6 +5,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -12,6 +13,8 @@ from types import ModuleType
 from ascend_emulator.options import Options
 from ascend_emulator.races import name_places
 from ascend_emulator.runtime import KERNELS, WATCH, runtime
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class TorchNpuFinder(MetaPathFinder):
@@ -36,7 +39,8 @@ class _TorchNpuLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Linked with libtorch_cpu, which is there only now: torch imports torch_npu as its own last act.
+        _import_torch()
+        # Linked with libtorch_cpu, which is there only now.
         ctypes.CDLL(str(KERNELS), mode=ctypes.RTLD_GLOBAL)
         with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints a warning; stdout is the script's
             self._loader.exec_module(module)
@@ -59,3 +63,17 @@ class _TorchNpuLoader(Loader):
         watch.ascend_emulator_watch_host_operators()
         module.npu._lazy_call(watch.ascend_emulator_watch_allocator)  # there is no allocator before
         name_places()
+
+
+def _import_torch() -> None:
+    """As its own last act it imports torch_npu, which must not happen where a script begins with that."""
+    if "torch" in sys.modules:
+        return
+    before = os.environ.get(_AUTOLOAD)
+    os.environ[_AUTOLOAD] = "0"
+    try:
+        import_module("torch")
+    finally:
+        os.environ.pop(_AUTOLOAD)
+        if before is not None:
+            os.environ[_AUTOLOAD] = before

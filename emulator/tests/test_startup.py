@@ -45,6 +45,21 @@ def test_start_comes_before_torch() -> None:
         ascend_emulator.start()
 
 
+@pytest.mark.parametrize("first", ["torch", "torch_npu"])
+def test_either_library_may_be_imported_first(tmp_path: Path, first: str) -> None:
+    script = write_script(
+        tmp_path,
+        f"""
+        import os
+        import {first}
+        import torch
+        print((torch.ones(2, device="npu") + 1).tolist(), os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"])
+        """,
+    )
+    done = run(*EMULATOR, script, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+    assert done.stdout == "[2.0, 2.0] 1\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
