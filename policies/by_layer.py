@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from .base import (
     Action,
     Dropped,
+    Each,
     Event,
     Fetch,
     ForwardBegin,
@@ -207,7 +208,9 @@ class Ledger(Generic[G]):
 
 def in_turn(first: Sequence[Action], then: Sequence[Action]) -> Sequence[Action]:
     """One answer of two."""
-    return [*first, *then] if first and then else first or then
+    if not (first.keys if type(first) is Each else first):
+        return then
+    return [*first, *then] if (then.keys if type(then) is Each else then) else first
 
 
 @dataclass

@@ -83,21 +83,21 @@ class _Plan(Graph):
     num_layers: int
     wanted: int | None
     wanted_in_flight: int | None
+    offloaded: int = field(init=False)
     in_flight: int = field(init=False)
     gap: int = field(init=False)
     reached: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.offloaded = self.num_layers if self.wanted is None else self.wanted
         no_time = self.offloaded >= self.num_layers - 1
         self.in_flight = int(no_time) if self.wanted_in_flight is None else self.wanted_in_flight
         self.gap = max(1, self.num_layers - self.offloaded) + self.in_flight
 
-    @property
-    def offloaded(self) -> int:
-        return self.num_layers if self.wanted is None else self.wanted
-
     def released_by(self, layer: int) -> Iterable[int]:
-        self.num_layers = max(self.num_layers, layer + 1)
+        if layer >= self.num_layers:
+            self.num_layers = layer + 1
+            self.offloaded = self.num_layers if self.wanted is None else self.wanted
         i = layer - self.gap
         return (i,) if 0 <= i < self.offloaded and i not in self.reloaded else ()
 

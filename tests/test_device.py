@@ -124,7 +124,7 @@ def test_layouts_of_the_devices_own_are_told_apart(device: str, monkeypatch: pyt
     assert Device(device).plain_layout(tensor)
     if device == "npu":
         for number, plain in [(2, True), (0, True), (1, True), (30, True), (3, False), (29, False), (-1, False)]:
-            monkeypatch.setattr("torch.ops.npu.get_npu_format.default", lambda tensor, number=number: number)
+            monkeypatch.setattr("torch.ops.npu.get_npu_format.default._op", lambda tensor, number=number: number)
             assert Device(device).plain_layout(tensor) == plain
 
 

@@ -140,7 +140,7 @@ def test_private_formats_are_refused(
 ) -> None:
     if device != "npu":
         pytest.skip("only an NPU has them")
-    monkeypatch.setattr("torch.ops.npu.get_npu_format.default", lambda tensor: 29)
+    monkeypatch.setattr("torch.ops.npu.get_npu_format.default._op", lambda tensor: 29)
     assert "private format" in refusals(make_manager(1), nn.Linear(4, 4).to(device))
 
 

@@ -94,7 +94,8 @@ class Activations:
                 self._traced.tell(event)
             for each in self._before:
                 each()
-            self._store.poll()
+            if self._spiller is not None:
+                self._store.poll()
             self._actions.tell(event)
         self._after()
 
@@ -213,7 +214,8 @@ class PolicyActions:
 
     def tell(self, event: Event) -> None:
         """Tells the policy, with the news before it, and does what it answers."""
-        self.tell_news()
+        if self._blocks.saved or self._blocks.ended:
+            self.tell_news()
         self._tell(event)
 
     def saves_come_from(self, graph: int, layer: int) -> None:
@@ -230,9 +232,10 @@ class PolicyActions:
 
     def act(self, answer: Iterable[Action]) -> None:
         """Does what a policy has answered, or could have. Raises PolicyError before anything is done."""
-        if not answer:
+        if not (answer.keys if type(answer) is Each else answer):
             return
-        for kind, keys in by_kind(checked(self._policy, answer)):
+        actions = checked(self._policy, answer)
+        for kind, keys in ((actions.kind, actions.keys),) if type(actions) is Each else by_kind(actions):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             blocks = list(filter(None, map(self._blocks.find, dict.fromkeys(keys))))
             self._do[kind](blocks)

@@ -26,7 +26,8 @@ class BlockCopies:
         if not moves:
             return
         try:
-            of = [block.contents() for block, _ in moves]
+            # For most blocks contents() would only return the tensor, and take a call of each.
+            of = [b.tensor if b.formed and b.tensor is not None else b.contents() for b, _ in moves]
             to = [slot.tensor for _, slot in moves]
             ticket = self._engine.offload(of, to, [block.stream for block, _ in moves])
         except BaseException:

@@ -17,7 +17,7 @@ from ..wrappers import Apart, take_apart
 from .activations import Activations
 from .block import Block, Origin, View, origin_of
 from .movable import Movable, has_storage
-from .saved_hooks import is_method_of, owner_of, refuse_rivals, saving_hook, untraced
+from .saved_hooks import is_method_of, never_traced, owner_of, refuse_rivals, saving_hook
 
 
 class ForwardPass:
@@ -81,7 +81,7 @@ class ForwardPass:
     def hooks(self) -> saved_tensors_hooks:
         """What is saved inside is this pass's. Raises ValueError inside of another offloader's."""
         refuse_rivals()
-        return saved_tensors_hooks(untraced(self.pack), untraced(self.unpack))
+        return saved_tensors_hooks(self.pack, self.unpack)
 
     def begin_layer(self, inputs: Iterable[object] = ()) -> int:
         """The next layer begins, and has its number. What it saves from now on is its own.
@@ -141,6 +141,7 @@ class ForwardPass:
 
     # Each tensor that a model saves comes through here, most of them to stay. So the two calls ask what is cheap
     # first, and call few functions.
+    @never_traced
     @uninterrupted
     def pack(self, tensor: torch.Tensor) -> Saved:
         """What autograd keeps of a tensor that is saved."""
@@ -169,6 +170,7 @@ class ForwardPass:
             self._movable.note_stay(tensor)
         return keep(tensor, layer)
 
+    @never_traced
     @uninterrupted
     def unpack(self, saved: Saved) -> torch.Tensor:
         """The tensor as it was saved, ready for the work that comes next on the current stream."""

@@ -64,6 +64,20 @@ def only_inlined(function: F) -> F:
     return function
 
 
+def never_traced(function: F) -> F:
+    """The function, which torch.compile runs as it is, with all that it calls.
+
+    It is `untraced` without a function around it: that would call three more of Python's each time.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    marked = cast(Any, function)
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
+    marked._torchdynamo_disable_msg = COMPILE_LAYERS
+    return function
+
+
 @only_inlined
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which torch.compile then runs as it is and does not trace."""
