@@ -45,6 +45,7 @@ def test_start_comes_before_torch() -> None:
         ascend_emulator.start()
 
 
+@pytest.mark.slow(why="each is a process that imports torch")
 @pytest.mark.parametrize("first", ["torch", "torch_npu"])
 def test_either_library_may_be_imported_first(tmp_path: Path, first: str) -> None:
     script = write_script(
