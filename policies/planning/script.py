@@ -44,8 +44,10 @@ class Repetition:
         try:
             sign, before, _, least, most, answer, _ = lines[number]
             if memory is None:
-                memory = self._more(before - lines[number - 1].device)
-            if memory is None or self._signs.of(event) != sign or not least <= memory.device - limit <= most:
+                last = self.memories[-1]
+                device = last.device + before - lines[number - 1].device
+                memory = Memory(device, device, last.reserved)
+            if self._signs.of(event) != sign or not least <= memory.device - limit <= most:
                 return None
         except (IndexError, KeyError):
             return None
@@ -59,14 +61,11 @@ class Repetition:
 
     def memory_at(self, event: Event) -> Memory | None:
         """What is allocated, as far as is known, at an event that the script has not, if nobody has asked."""
-        return self._more(sum(nbytes for _, nbytes in event.blocks) if isinstance(event, Saved) else 0)
-
-    def _more(self, nbytes: int) -> Memory | None:
-        """What is allocated, with so much more than at the last event. None where that is not known."""
         if not self.memories:
             return None
         last = self.memories[-1]
-        return Memory(last.device + nbytes, last.device + nbytes, last.reserved)
+        device = last.device + (sum(nbytes for _, nbytes in event.blocks) if isinstance(event, Saved) else 0)
+        return Memory(device, device, last.reserved)
 
     @property
     def empty(self) -> bool:
