@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..arguments import whole_number
+from ..ground.arguments import whole_number
 from .base import Action, Each, Offload, Release, Reload
 from .by_layer import Graph, LayerPolicy, in_turn
 

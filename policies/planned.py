@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ..arguments import instance, number, whole_number
+from ..ground.arguments import instance, number, whole_number
 from ..sizes import format_bytes, parse_bytes
 from .base import (
     Action,

@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..arguments import items
+from ..ground.arguments import items
 from .base import Action, Offload, Release, Reload
 from .by_layer import Graph, LayerPolicy
 

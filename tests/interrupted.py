@@ -14,7 +14,7 @@ import torch
 
 from tests.models import Stack
 from tiered_mem import TieringManager
-from tiered_mem.interrupts import Interrupts, uninterrupted_codes
+from tiered_mem.ground.interrupts import Interrupts, uninterrupted_codes
 from tiered_mem.policies import LRUPolicy
 
 ROOT = Path(__file__).parents[1]

@@ -70,16 +70,21 @@ WING = "activations/"
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
-SHELF = code("shelf", "fixed_slots")
+SHELF = code("shelf", "fixed_slots", folder="tiers/")
+COPIES = [*code("transfer", folder="device/"), *code("host_tier", folder="tiers/"), *code("manager")]
 OPTIMIZER = ("pipeline", "states", "buckets", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 PLANS = {"_copies_end": "ready", "_running_maxima": "{0}", "_guard": "[]"}
 PLANNING = [*code("planner", "reloads", folder="policies/planning/"), *code("player", folder="policies/planning/")]
 TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts", "interrupt_sweep")
 SUBJECTS = (
-    Subject(code("transfer", "host_tier", "manager"), (*found_by(*BLOCKS, *SAVED, "spilling"), *OPTIMIZER_TESTS)),
+    Subject(COPIES, (*found_by(*BLOCKS, *SAVED, "spilling"), *OPTIMIZER_TESTS)),
     Subject(code("block_store", "block_copies", "block", folder=WING), found_by(*BLOCKS, *SAVED, "spilling")),
-    Subject([*code("turn"), *code("activations", "forward_pass", folder=WING)], TURN_TESTS, calls=TURNS),
+    Subject(
+        [*code("turn", folder="ground/"), *code("activations", "forward_pass", folder=WING)],
+        TURN_TESTS,
+        calls=TURNS,
+    ),
     Subject(code("host_room", folder=WING), found_by("run_ahead", "spilling")),
     Subject(code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
     Subject(code("modules", folder="phases/"), found_by(*PHASES)),

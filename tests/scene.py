@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tiered_mem.device import Device, Event, Stream
+from tiered_mem.device.device import Device, Event, Stream
 from tiered_mem.trace.figures import Figures
 from tiered_mem.trace.recorder import Trace
 from tiered_mem.trace.timeline import Direction

@@ -15,7 +15,7 @@ from benchmarks.peak import Peak
 from tests.conftest import Link
 from tiered_mem import TieringManager
 from tiered_mem.automatic import PolicyChoice
-from tiered_mem.device import Device
+from tiered_mem.device.device import Device
 from tiered_mem.policies import LayerOrderPolicy, LRUPolicy
 from tiered_mem.policies.planning import BudgetTooSmall
 

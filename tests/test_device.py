@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tiered_mem.device import Device
+from tiered_mem.device.device import Device
 from tiered_mem.errors import DeviceUnavailable
 
 

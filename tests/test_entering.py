@@ -17,7 +17,6 @@ from torch import nn
 
 from tests.models import Stack, assert_same, eventually, is_empty, small_stack
 from tiered_mem import TieringManager
-from tiered_mem.host_slab import flat_form
 from tiered_mem.policies import (
     Action,
     Event,
@@ -28,6 +27,7 @@ from tiered_mem.policies import (
     LayerOrderPolicy,
     Saved,
 )
+from tiered_mem.tiers.host_slab import flat_form
 
 Entering = Callable[[TieringManager, Stack], AbstractContextManager[object]]
 

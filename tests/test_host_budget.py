@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tiered_mem.host_budget import HostBytes, HostLimit, host_budget, local_processes
+from tiered_mem.tiers.host_budget import HostBytes, HostLimit, host_budget, local_processes
 
 GIB = 1 << 30
 RAM = HostLimit(64 * GIB, "the machine's RAM")

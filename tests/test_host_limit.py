@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tiered_mem.host_budget import HostLimit, cgroup_limits, host_budget, host_limit, memlock_limit
-from tiered_mem.tiers import offered_host
+from tiered_mem.tiers.host_budget import HostLimit, cgroup_limits, host_budget, host_limit, memlock_limit
+from tiered_mem.tiers.pinning import offered_host
 
 V1, V2 = "memory.limit_in_bytes", "memory.max"
 V1_UNLIMITED = str(2**63 - 4096)

@@ -13,10 +13,10 @@ from tests.conftest import EMULATED
 from tests.models import is_empty, is_right_step
 from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, SlabPool
-from tiered_mem.device import Device
+from tiered_mem.device.device import Device
 from tiered_mem.errors import PinningFailed
-from tiered_mem.host_slab import Form, flat_form
-from tiered_mem.host_tier import HostTier
+from tiered_mem.tiers.host_slab import Form, flat_form
+from tiered_mem.tiers.host_tier import HostTier
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from tests.interrupted import FOLDERS, Sweep, name_of, spilling_manager, train
 from tests.models import Stack, small_stack
 from tiered_mem import TieringManager
 from tiered_mem.cpu_offload import ManualOffloadSynchronizer, OffloadableLayerState, get_cpu_offload_context
-from tiered_mem.interrupts import uninterrupted_codes
+from tiered_mem.ground.interrupts import uninterrupted_codes
 from tiered_mem.policies import LayerOrderPolicy, Link, ManualPolicy, PlannedPolicy
 
 # What only reads, makes an object of its own, or does no more than call what is not interrupted.

@@ -23,12 +23,15 @@ PACKAGES = (
     "tiered_mem.allocators",
     "tiered_mem.cli",
     "tiered_mem.cpu_offload",
+    "tiered_mem.device",
+    "tiered_mem.ground",
     "tiered_mem.integrations",
     "tiered_mem.optimizer",
     "tiered_mem.phases",
     "tiered_mem.policies",
     "tiered_mem.policies.planning",
     "tiered_mem.spill",
+    "tiered_mem.tiers",
     "tiered_mem.trace",
 )
 BUILD = """

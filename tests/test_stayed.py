@@ -12,8 +12,8 @@ from torch import nn
 from tests.models import Stack, stack
 from tiered_mem import TieringManager
 from tiered_mem.cpu_offload import mark_not_offload
+from tiered_mem.ground.stats import REASONS
 from tiered_mem.policies import LayerOrderPolicy, LRUPolicy, ManualPolicy, Policy
-from tiered_mem.stats import REASONS
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from tests.models import stack
 from tiered_mem import TieringManager
 from tiered_mem.activations.block import SavedBlocks, held_by_others
-from tiered_mem.device import Device
+from tiered_mem.device.device import Device
 from tiered_mem.policies import (
     Action,
     Dropped,

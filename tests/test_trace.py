@@ -15,7 +15,7 @@ from tests.conftest import Link
 from tests.models import stack
 from tests.scene import MIB, SLOW, SLOW_BYTES_PER_S, Scene, events_in, on_track
 from tiered_mem import TieringManager
-from tiered_mem.device import Device
+from tiered_mem.device.device import Device
 from tiered_mem.policies import LayerOrderPolicy
 from tiered_mem.trace.figures import Figures, Stall, Total, summary_rows
 from tiered_mem.trace.recorder import Trace

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from . import optim
     from .activations.offload_context import OffloadContext
     from .block_context import async_save_on_cpu
+    from .configuration import configure, default_manager
     from .manager import TieringManager
-    from .process_manager import configure, default_manager
 
 __version__ = "0.1.0"
 
@@ -63,8 +63,8 @@ _WITH_TORCH = {
     "OffloadContext": ".activations.offload_context",
     "TieringManager": ".manager",
     "async_save_on_cpu": ".block_context",
-    "configure": ".process_manager",
-    "default_manager": ".process_manager",
+    "configure": ".configuration",
+    "default_manager": ".configuration",
 }
 _MODULES = ("allocators", "optim", "policies")
 

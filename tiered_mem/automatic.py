@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from .arguments import number, with_methods
-from .device import Device
+from .device.device import Device
 from .errors import TierFull
-from .measured_drive import measured_drive
-from .measured_link import measured
+from .ground.arguments import number, with_methods
 from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_name
 from .rehearsal import Rehearsal, Wish
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
+from .tiers.measured_drive import measured_drive
+from .tiers.measured_link import measured
 
 _log = logging.getLogger("tiered_mem.automatic")
 

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .activations.forward_pass import ForwardPass, Saved, keep
 from .activations.saved_hooks import untraced
+from .configuration import default_manager
 from .manager import TieringManager
-from .process_manager import default_manager
 
 
 class async_save_on_cpu:

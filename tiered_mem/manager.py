@@ -25,14 +25,15 @@ from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
 from .activations.step_watch import StepWatch
 from .allocators.base import HostPool
-from .arguments import instance, yes_or_no
 from .automatic import PolicyChoice
-from .device import Device
-from .device_peak import DevicePeak
+from .device.device import Device
+from .device.peak import DevicePeak
+from .device.transfer import TransferEngine
 from .errors import DeviceFailed
-from .host_budget import HostBytes
-from .host_tier import HostTier
-from .interrupts import Interrupts, uninterrupted
+from .ground.arguments import instance, yes_or_no
+from .ground.interrupts import Interrupts, uninterrupted
+from .ground.stats import Counters, Stats
+from .ground.turn import Turn
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
@@ -40,12 +41,11 @@ from .policies import Action, Policy, Report, StatesShare
 from .report import flatten, plan_report, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
-from .stats import Counters, Stats
-from .tiers import disk_tier, host_tier
+from .tiers.host_budget import HostBytes
+from .tiers.host_tier import HostTier
+from .tiers.pinning import disk_tier, host_tier
 from .trace.figures import summary_rows
 from .trace.recorder import Trace
-from .transfer import TransferEngine
-from .turn import Turn
 
 _log = logging.getLogger("tiered_mem.manager")
 
@@ -153,7 +153,9 @@ class TieringManager:
                 self._turn,
                 self._policy,
                 self._store,
-                StepWatch(self.device, peak, self._engine, self._store.blocks, self._turn, self._counters),
+                StepWatch(
+                    self.device, peak, self._engine, self._store.blocks, self._turn, self._counters, self._trace
+                ),
                 spiller=spiller,
                 trace=self._trace,
                 before=(self._phases.free,) if share is None else (self._phases.free, self._optimizers.count),

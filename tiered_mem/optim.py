@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from .configuration import default_manager
 from .manager import TieringManager
-from .process_manager import default_manager
 
 # Those of register_optimizer, which each class takes beside the optimizer's own.
 _ARGUMENTS = ("bucket_bytes", "residency", "separable")

@@ -9,10 +9,10 @@ from typing import cast
 from .activations.block import Block, Place
 from .activations.movable import WORDS
 from .allocators.base import PoolStats
+from .ground.stats import REASONS, Counters, Moved, Stats
 from .policies import Policy, Report
 from .sizes import format_bytes
 from .spill.disk_record import DiskStats
-from .stats import REASONS, Counters, Moved, Stats
 
 
 def flatten(

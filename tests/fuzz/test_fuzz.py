@@ -17,7 +17,7 @@ from tests.fuzz.scenario import SCENARIOS
 from tests.fuzz.verdict import FINDING, RIGHT, Verdict, judge
 from tiered_mem.activations.block import Block, View
 from tiered_mem.activations.block_store import BlockStore
-from tiered_mem.transfer import Ticket, TransferEngine
+from tiered_mem.device.transfer import Ticket, TransferEngine
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),

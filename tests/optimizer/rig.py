@@ -11,14 +11,14 @@ from tests.spill.declared_files import DeclaredFiles
 from tests.spill.disks import Clock
 from tests.spill.faulty_files import FaultyFiles
 from tiered_mem.allocators import HostPool, PoolStats, Region, round_up
-from tiered_mem.device import Device
-from tiered_mem.fixed_slots import FixedSlots
-from tiered_mem.host_tier import HostSlot, HostTier
+from tiered_mem.device.device import Device
+from tiered_mem.device.transfer import Ticket, TransferEngine
 from tiered_mem.optimizer.bucket import Residence
-from tiered_mem.shelf import ParcelState, Shelf
 from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.tiers import chosen_pool
-from tiered_mem.transfer import Ticket, TransferEngine
+from tiered_mem.tiers.fixed_slots import FixedSlots
+from tiered_mem.tiers.host_tier import HostSlot, HostTier
+from tiered_mem.tiers.pinning import chosen_pool
+from tiered_mem.tiers.shelf import ParcelState, Shelf
 
 NBYTES = 200_001  # no multiple of anything
 SLOT = round_up(NBYTES)

@@ -18,7 +18,7 @@ from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.spill.io_queue import DriveQueue, IoQueue, Job
 from tiered_mem.spill.reader import read_header
 from tiered_mem.spill.record_io import Piece
-from tiered_mem.tiers import disk_tier, offered_drive
+from tiered_mem.tiers.pinning import disk_tier, offered_drive
 
 
 @dataclass

@@ -11,7 +11,8 @@ from typing import Any, get_args
 import torch
 
 from ..errors import Closed, PolicyError
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
+from ..ground.turn import Turn
 from ..policies.base import (
     Action,
     Dropped,
@@ -33,7 +34,6 @@ from ..policies.base import (
     by_kind,
 )
 from ..trace.recorder import Trace
-from ..turn import Turn
 from .block import Block, Place, View
 from .block_store import BlockStore
 from .movable import Stayed

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
 from .copies import HookOwner, end_apart, has_hooks, keep_apart
 from .model_layers import parts_around
 from .saved_hooks import only_inlined, untraced_later

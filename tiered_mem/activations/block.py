@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..device import Device, Stream
-from ..host_slab import Form, flat_form
-from ..host_tier import HostSlot, Lease
+from ..device.device import Device, Stream
+from ..device.transfer import Ticket
 from ..spill.disk_record import Record
 from ..spill.io_queue import Job
-from ..transfer import Ticket
+from ..tiers.host_slab import Form, flat_form
+from ..tiers.host_tier import HostSlot, Lease
 from .movable import moves_whole
 
 # Which storage, the first byte in it, and the number of bytes.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..device import Stream
-from ..host_tier import HostSlot, HostTier
-from ..stats import Counters, Moved
-from ..transfer import Ticket, TransferEngine
+from ..device.device import Stream
+from ..device.transfer import Ticket, TransferEngine
+from ..ground.stats import Counters, Moved
+from ..tiers.host_tier import HostSlot, HostTier
 from .block import Block, Place
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..device import Device
+from ..device.device import Device
 from ..errors import Closed, TierFull, changed_tensor
-from ..host_slab import Form
-from ..host_tier import HostSlot, HostTier, groups
+from ..ground.stats import Counters
 from ..policies.base import Release, Spill
-from ..stats import Counters
+from ..tiers.host_slab import Form
+from ..tiers.host_tier import HostSlot, HostTier, groups
 from .block import Block, Place, SavedBlocks, View
 from .block_copies import BlockCopies
 from .host_room import HostRoom

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from ..arguments import instance, items, whole_number, yes_or_no
-from ..device import Device
-from ..interrupts import Interrupts
+from ..device.device import Device
+from ..ground.arguments import instance, items, whole_number, yes_or_no
+from ..ground.interrupts import Interrupts
+from ..ground.stats import Counters
 from ..policies import ManualPolicy, PlannedPolicy, Policy
 from ..sizes import format_bytes, parse_bytes
 from ..spill.disk_tier import DiskTier
-from ..stats import Counters
 from .activations import Activations
 from .attachment import Attachment, Followed, is_attached
 from .layer_context import LayerContext, LayerSequence

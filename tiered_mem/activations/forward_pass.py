@@ -11,9 +11,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import changed_tensor
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
+from ..ground.wrappers import Apart, take_apart
 from ..policies.base import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks
-from ..wrappers import Apart, take_apart
 from .activations import Activations
 from .block import Block, Origin, View, origin_of
 from .movable import Movable, has_storage

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-from ..host_tier import HostTier
+from ..ground.stats import Counters
 from ..policies.base import Action
-from ..stats import Counters
+from ..tiers.host_tier import HostTier
 from ..trace.recorder import Trace
 from .spiller import Spiller
 

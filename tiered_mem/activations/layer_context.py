@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
 from .activations import Activations
 from .forward_pass import ForwardPass
 from .movable import Movable

@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch.autograd.graph import Node
 
-from ..device import Device
+from ..device.device import Device
+from ..ground.stats import REASONS, Moved, Reason
+from ..ground.wrappers import plain_tensors
 from ..sizes import format_bytes
-from ..stats import REASONS, Moved, Reason
-from ..wrappers import plain_tensors
 
 _log = logging.getLogger("tiered_mem.activations")
 

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
 from .activations import Activations
 from .copies import HookOwner, end_apart, keep_apart
 from .forward_pass import ForwardPass

@@ -10,10 +10,10 @@ from itertools import groupby
 import torch
 
 from ..errors import TierFull
-from ..host_tier import HostSlot, HostTier, groups
+from ..ground.stats import Counters
 from ..spill.disk_tier import DiskTier
 from ..spill.record_io import Piece
-from ..stats import Counters
+from ..tiers.host_tier import HostSlot, HostTier, groups
 from .block import Block, Member, Place, Read, Shared, Stored, Write
 
 # Operations end in about the order in which they were begun, and each look at one costs the training thread time.

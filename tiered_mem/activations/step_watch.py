@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from ..device import Device
-from ..device_peak import DevicePeak
-from ..interrupts import uninterrupted
+from ..device.device import Device
+from ..device.peak import DevicePeak
+from ..device.transfer import TransferEngine
+from ..ground.interrupts import uninterrupted
+from ..ground.stats import Counters, Reason
+from ..ground.turn import Turn
 from ..policies.base import (
     BOUNDARIES,
     Event,
@@ -26,10 +29,8 @@ from ..policies.base import (
     StepMeasured,
     Used,
 )
-from ..stats import Counters, Reason
+from ..trace.recorder import Trace
 from ..trace.step_meter import StepMeter
-from ..transfer import TransferEngine
-from ..turn import Turn
 from .block import Block, SavedBlocks, held_by_others
 from .movable import WORDS
 
@@ -43,7 +44,8 @@ class StepWatch:
     A step begins with a forward that finds no block alive and no other forward under way, and ends where the next
     one begins: so its optimizer, and all else in between, are part of it.
 
-    turn: is taken when a backward ends. counters: of what stays on the device.
+    turn: is taken when a backward ends. counters: of what stays on the device. trace: that of
+    the engine.
     """
 
     def __init__(
@@ -54,13 +56,14 @@ class StepWatch:
         blocks: SavedBlocks,
         turn: Turn[Block],
         counters: Counters,
+        trace: Trace | None,
     ) -> None:
         self._peak = peak
         self._counters = counters
         self._stayed: dict[Reason, int] = {}  # when the step began
         self._blocks = blocks
         self._turn = turn
-        self._meter = StepMeter(device, engine)
+        self._meter = StepMeter(device, engine, trace)
         self._number: int | None = None
         self._begun = 0
         self._events = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
+from ..ground.turn import Turn
 from ..policies.base import Event, LayerBegin, LayerEnd
 from ..trace.recorder import Trace
-from ..turn import Turn
 from .block import Block
 
 

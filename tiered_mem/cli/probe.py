@@ -35,7 +35,7 @@ from .inspect import ask
 from .output import byte_bar, console, plain, size, table, write_json
 
 if TYPE_CHECKING:
-    from ..measured_link import MeasuredLink
+    from ..tiers.measured_link import MeasuredLink
 
 _ROUNDS = 3
 _RECORD_BYTES = 16 << 20
@@ -98,7 +98,7 @@ def _link(asked: str | None) -> tuple[MeasuredLink | None, str, dict[str, str]]:
     if asked == "cpu":
         return None, "it was not asked for", {}
     broken = _import_torch()
-    from ..measured_link import link_to  # it needs torch, which nothing else of the command line does
+    from ..tiers.measured_link import link_to  # it needs torch, which nothing else of the command line does
 
     return *link_to(asked), broken
 

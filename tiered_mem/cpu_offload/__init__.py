@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..activations.layer_context import LayerContext
-from ..host_budget import HostBytes
+from ..tiers.host_budget import HostBytes
 from .layer_state import OffloadableLayerState
 from .synchronizers import (
     DefaultOffloadSynchronizer,

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 
 from ..activations.forward_pass import ForwardPass
-from ..host_budget import HostBytes
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
 from ..manager import TieringManager
 from ..policies.base import ManualPolicy
+from ..tiers.host_budget import HostBytes
 from .tensors import MIN_ELEMENTS, LayerMoves, Pushed, PushedTensors, device_of
 
 

@@ -7,10 +7,10 @@ from collections.abc import Container, Mapping
 import torch
 
 from ..activations.layer_context import LayerSequence
-from ..host_budget import HostBytes
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
 from ..manager import TieringManager
 from ..policies import LayerOrderPolicy, ManualPolicy, Policy, SynchronizationDictPolicy
+from ..tiers.host_budget import HostBytes
 from .tensors import MIN_ELEMENTS, LayerMoves, Pushed, PushedTensors, device_of
 
 

@@ -15,8 +15,8 @@ import torch
 from ..activations.activations import Activations
 from ..activations.forward_pass import ForwardPass, SavedTensor, is_packing
 from ..activations.movable import mark_stays, mark_whole
+from ..ground.wrappers import plain_tensors, take_apart
 from ..policies.base import Offload, Release, Reload
-from ..wrappers import plain_tensors, take_apart
 
 # What a push returns: a number; the tensor itself, if it stays; of a tensor made of parts, what each part's push
 # returned, and what makes it of them again.

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed.features_manager.feature import MindSpeedFeature
 
-from ..process_manager import arguments_of, default_manager
+from ..configuration import arguments_of, default_manager
 from .others import refuse_others
 
 # MindSpeed's own, which move what layers save for backward.

@@ -15,7 +15,7 @@ import torch
 from swift.callbacks import callbacks_map
 from swift.optimizers import OptimizerCallback, optimizers_map
 
-from ..process_manager import arguments_of
+from ..configuration import arguments_of
 from .transformers import TieringCallback
 
 NAME = "tiered_mem"

@@ -10,8 +10,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
+from ..configuration import default_manager
 from ..optimizer.registered import Residency
-from ..process_manager import default_manager
 from .others import refuse_others
 
 

@@ -32,7 +32,7 @@ class Tiering:
     optimizer_config: Any
 
     def _build_model_optimizer(self) -> None:
-        from ..process_manager import default_manager
+        from ..configuration import default_manager
 
         refuse_others(self._other_offloaders(), f"VERL_ENGINE_VENDOR={VENDOR}")
         super()._build_model_optimizer()  # type: ignore[misc]

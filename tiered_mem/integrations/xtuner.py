@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from xtuner.v1.config.optim import AdamWConfig
 
+from ..configuration import default_manager
 from ..optimizer.registered import Residency
-from ..process_manager import default_manager
 
 
 class TieredAdamWConfig(AdamWConfig):

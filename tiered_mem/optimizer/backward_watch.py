@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from torch.utils.hooks import RemovableHandle
 
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
 from .layout import Param
 
 # The share of the parameters that may still be without a gradient.

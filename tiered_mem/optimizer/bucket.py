@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..device.transfer import Ticket
 from ..errors import Closed
-from ..host_tier import HostSlot
-from ..shelf import ParcelState, Shelf
-from ..transfer import Ticket
-from ..wrappers import copied
+from ..ground.wrappers import copied
+from ..tiers.host_tier import HostSlot
+from ..tiers.shelf import ParcelState, Shelf
 from .layout import (
     Field,
     Param,

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ..device import Device, Stream
+from ..device.device import Device, Stream
+from ..device.transfer import TransferEngine
 from ..errors import InterruptedStep, TierFull
-from ..fixed_slots import Exclusive
 from ..sizes import format_bytes
-from ..transfer import TransferEngine
+from ..tiers.fixed_slots import Exclusive
 from .bucket import Bucket
 from .layout import Param, StateLayout, layout_of, with_tensors
 from .partial_step import PartialStep

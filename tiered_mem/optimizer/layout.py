@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..device import Device
-from ..wrappers import Rebuild, copied, take_apart
+from ..device.device import Device
+from ..ground.wrappers import Rebuild, copied, take_apart
 
 Param = torch.Tensor
 State = dict[Any, Any]

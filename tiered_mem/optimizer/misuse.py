@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..device import Device
+from ..device.device import Device
 from .layout import Param, contents, spread_of
 from .trial import HOOKS, params_of
 

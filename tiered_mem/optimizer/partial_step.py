@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..wrappers import copied
+from ..ground.wrappers import copied
 from .layout import Param, State
 
 

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..device import Device, Stream
-from ..fixed_slots import Exclusive
-from ..host_tier import HostSlot
-from ..transfer import Ticket, TransferEngine
+from ..device.device import Device, Stream
+from ..device.transfer import Ticket, TransferEngine
+from ..tiers.fixed_slots import Exclusive
+from ..tiers.host_tier import HostSlot
 from .bucket import Bucket, Residence, fetch_ahead
 from .layout import Param, Splitter
 

@@ -10,14 +10,14 @@ from typing import Literal, get_args
 
 import torch
 
-from ..device import Device
-from ..device_peak import DevicePeak
-from ..fixed_slots import Exclusive
-from ..host_tier import HostTier
+from ..device.device import Device
+from ..device.peak import DevicePeak
+from ..device.transfer import TransferEngine
 from ..policies import StatesShare
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
-from ..transfer import TransferEngine
+from ..tiers.fixed_slots import Exclusive
+from ..tiers.host_tier import HostTier
 from .buckets import Buckets
 from .misuse import StepCheck, check_optimizer
 from .residences import Residences

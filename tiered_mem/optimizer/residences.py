@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from ..allocators.base import round_up
 from ..errors import TierFull
-from ..fixed_slots import Exclusive, FixedSlots
-from ..host_tier import HostTier
-from ..shelf import Shelf
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
+from ..tiers.fixed_slots import Exclusive, FixedSlots
+from ..tiers.host_tier import HostTier
+from ..tiers.shelf import Shelf
 from .bucket import Bucket, Residence
 from .layout import Param, StateLayout
 

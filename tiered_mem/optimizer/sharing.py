@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 
-from ..device_peak import DevicePeak
+from ..device.peak import DevicePeak
 from ..policies import StatesShare
 from .buckets import Buckets
 from .states import States

@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from ..errors import Closed, InterruptedStep
-from ..interrupts import interruptible, uninterrupted
-from ..wrappers import copied
+from ..ground.interrupts import interruptible, uninterrupted
+from ..ground.wrappers import copied
 from .backward_watch import BackwardWatch
 from .bucket import fetch_ahead
 from .buckets import Buckets

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..device import Device
-from ..wrappers import copied, plain_tensors
+from ..device.device import Device
+from ..ground.wrappers import copied, plain_tensors
 from .bucket import Bucket
 from .layout import Param, Splitter, State, gathered, leaf_at, leaves, with_tensors
 from .partial_step import NeedsAll, PartialStep, bare_step

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, overload
 
 import torch
 
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
 from .layout import Param, State, on_cpu
 from .misuse import StepCheck
 from .resting import check_step

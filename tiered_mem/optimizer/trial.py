@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..device import Device
-from ..wrappers import copied, plain_tensors
+from ..device.device import Device
+from ..ground.wrappers import copied, plain_tensors
 from .layout import Param, Pieces, Splitter, State, StateLayout, contents, layout_of, spread_of, with_tensors
 from .partial_step import NeedsAll, bare_step
 

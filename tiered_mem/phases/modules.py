@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..device import Device, Event
+from ..device.device import Device, Event
+from ..device.transfer import TransferEngine
 from ..errors import OffloadRefused, TierFull
-from ..host_slab import Form, flat_form
-from ..host_tier import HostSlot, HostTier, groups
 from ..sizes import format_bytes
-from ..transfer import TransferEngine
+from ..tiers.host_slab import Form, flat_form
+from ..tiers.host_tier import HostSlot, HostTier, groups
 from .placeholder import HostCopy, Parked, away, send_away
 from .storages import HeldStorage, held_storages, members
 

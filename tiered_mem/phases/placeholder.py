@@ -11,10 +11,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from ..device import Event
+from ..device.device import Event
 from ..errors import Offloaded
-from ..host_tier import HostSlot
-from ..interrupts import uninterrupted
+from ..ground.interrupts import uninterrupted
+from ..tiers.host_tier import HostSlot
 
 
 @dataclass(frozen=True, slots=True)

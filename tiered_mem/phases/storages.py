@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ..device import Device
+from ..device.device import Device
 from ..errors import OffloadRefused
 from .placeholder import HostCopy, away, can_go
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..device import Device, Event, Stream
+from ..device.device import Device, Event, Stream
+from ..device.transfer import CopyGroup, Direction
 from .figures import Figures, Stall, Total
 from .timeline import (
     Copy,
-    Direction,
     FileKind,
     FileMove,
     HostWait,
@@ -236,13 +236,6 @@ class Trace:
                 self._stalls[record.why, record.layer, record.backward] += record.stall
             case HostWait():
                 self._host_waited.add(record.seconds)
-
-
-class CopyGroup:
-    """Copies that are started together. `ended` is set when all have been issued."""
-
-    __slots__ = ("ended",)
-    ended: Event
 
 
 class _Base(NamedTuple):

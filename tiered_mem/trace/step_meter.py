@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from math import fsum
-from typing import Protocol
 
-from ..device import Device
+from ..device.device import Device
+from ..device.transfer import Direction, TransferEngine
 from ..policies.base import StepMeasured
 from .recorder import Trace
-from .timeline import Copy, Direction, Mark, TraceRecord, Wait
+from .timeline import Copy, Mark, TraceRecord, Wait
 
 _MOST_PENDING = 1_000_000  # nobody waits for a measurement
-
-
-class Traced(Protocol):
-    """What copies, and tells a trace of it."""
-
-    trace: Trace | None
 
 
 class StepMeter:
     """Measures steps that are marked position by position.
 
-    While a step is measured, the engine has a trace, if it has none of its own.
+    trace: the one that the engine has for good. Without one, it has one while a step is measured.
     """
 
-    def __init__(self, device: Device, engine: Traced) -> None:
+    def __init__(self, device: Device, engine: TransferEngine, trace: Trace | None) -> None:
         self._device = device
         self._engine = engine
+        self._trace = trace
         self._now: _Times | None = None
         self._ended: deque[_Times] = deque()
 
@@ -36,10 +31,9 @@ class StepMeter:
         """The step is to be measured from its next position on, if it is not measured already."""
         if self._now is not None:
             return
-        own = self._engine.trace is None
-        trace = self._engine.trace or Trace(self._device, limit=1, pending=_MOST_PENDING, aligned=False)
+        trace = self._trace or Trace(self._device, limit=1, pending=_MOST_PENDING, aligned=False)
         self._engine.trace = trace
-        self._now = _Times(step, trace, own=own)
+        self._now = _Times(step, trace)
 
     def position(self) -> None:
         """The step that is measured, if one is, has come to its next position."""
@@ -53,8 +47,7 @@ class StepMeter:
             times.position()
             times.over = True
             self._ended.append(times)
-            if times.own:
-                self._engine.trace = None
+            self._engine.trace = self._trace
 
     def measured(self, *, wait: bool = False) -> StepMeasured | None:
         """The oldest step that has been measured and not been told.
@@ -71,9 +64,8 @@ class StepMeter:
 class _Times:
     """One step: its positions, the last of which is its end, and what there was between them."""
 
-    def __init__(self, step: int, trace: Trace, *, own: bool) -> None:
+    def __init__(self, step: int, trace: Trace) -> None:
         self.trace = trace
-        self.own = own
         self.over = False
         self._step = step
         self._positions = 0

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Direction = Literal["offload", "reload"]
+from ..device.transfer import Direction
+
 FileKind = Literal["write", "read"]
 
 _PROCESS = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Generic, TypeVar
 
-from .errors import Reentered
+from ..errors import Reentered
 from .interrupts import Interrupts
 
 _Block = TypeVar("_Block")

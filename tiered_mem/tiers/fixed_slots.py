@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from .errors import TierFull
+from ..device.transfer import Ticket
+from ..errors import TierFull
+from ..spill.io_queue import Job
 from .host_slab import flat_form
 from .host_tier import HostSlot, HostTier
-from .spill.io_queue import Job
-from .transfer import Ticket
 
 # Inside, the host tier is the caller's alone.
 Exclusive = AbstractContextManager[None]

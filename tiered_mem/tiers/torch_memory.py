@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .allocators.acl import AclRegistrar, AclRuntime
-from .allocators.base import DirectMemory, OutOfHostMemory, Region, round_up
-from .allocators.cuda import CudaError, CudaRegistrar
-from .allocators.runtime import RuntimeRegistrar, cannot_pin
-from .sizes import format_bytes
+from ..allocators.acl import AclRegistrar, AclRuntime
+from ..allocators.base import DirectMemory, OutOfHostMemory, Region, round_up
+from ..allocators.cuda import CudaError, CudaRegistrar
+from ..allocators.runtime import RuntimeRegistrar, cannot_pin
+from ..sizes import format_bytes
 
 
 class TorchPinnedMemory(DirectMemory[torch.Tensor]):

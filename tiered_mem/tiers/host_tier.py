@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from .allocators.base import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
-from .device import Device, Event
-from .errors import DeviceFailed, TierFull
+from ..allocators.base import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
+from ..device.device import Device, Event
+from ..errors import DeviceFailed, TierFull
 from .host_slab import Form, HostSlab, room_for
 
 

@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 import psutil
 
-from .allocators.slab import SlabPool
-from .sizes import format_bytes, parse_bytes
+from ..allocators.slab import SlabPool
+from ..sizes import format_bytes, parse_bytes
 
 HostBytes: TypeAlias = int | float | str | None
 """How much host memory a user asks for: bytes, a part of what there is, a size such as "64GiB", or "auto"."""

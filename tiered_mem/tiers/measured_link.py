@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .device import Device, Stream
-from .errors import DeviceUnavailable
+from ..device.device import Device, Stream
+from ..errors import DeviceUnavailable
 from .host_slab import bytes_of, is_pinned
-from .tiers import chosen_pool, numa_node
+from .pinning import chosen_pool, numa_node
 
 _BYTES = 64 << 20
 _COPIES, _ROUNDS = 2, 7

@@ -11,8 +11,8 @@ import pytest
 
 import tiered_mem
 from tiered_mem import TieringManager
+from tiered_mem.configuration import DefaultManager, arguments_of
 from tiered_mem.errors import TieredMemError
-from tiered_mem.process_manager import DefaultManager, arguments_of
 
 ROOT = Path(__file__).parents[1]
 

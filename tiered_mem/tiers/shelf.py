@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from .errors import Closed, TierFull
+from ..device.transfer import Ticket
+from ..errors import Closed, TierFull
+from ..spill.disk_record import Record
+from ..spill.disk_tier import DiskTier
+from ..spill.io_queue import Job
+from ..spill.record_io import Piece
 from .fixed_slots import FixedSlots
 from .host_tier import HostSlot
-from .spill.disk_record import Record
-from .spill.disk_tier import DiskTier
-from .spill.io_queue import Job
-from .spill.record_io import Piece
-from .transfer import Ticket
 
 # Seconds between two looks at what has ended, while the host waits for a file.
 _LOOK_AGAIN = 1e-3

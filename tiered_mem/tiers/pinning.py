@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 
-from .allocators.acl import AclPinnedMemory, AclRegistrar, AclRuntime
-from .allocators.base import HostMemory, HostPool, OutOfHostMemory
-from .allocators.cuda import CudaPinnedMemory, CudaRegistrar
-from .allocators.pages import LockedMemory, PageableMemory, node_of_pci
-from .allocators.registered import RegisteredMemory
-from .allocators.slab import SlabPool
-from .arguments import instance, whole_number, with_methods, yes_or_no
-from .device import Device
-from .errors import PinningFailed
+from ..allocators.acl import AclPinnedMemory, AclRegistrar, AclRuntime
+from ..allocators.base import HostMemory, HostPool, OutOfHostMemory
+from ..allocators.cuda import CudaPinnedMemory, CudaRegistrar
+from ..allocators.pages import LockedMemory, PageableMemory, node_of_pci
+from ..allocators.registered import RegisteredMemory
+from ..allocators.slab import SlabPool
+from ..device.device import Device
+from ..errors import PinningFailed
+from ..ground.arguments import instance, whole_number, with_methods, yes_or_no
+from ..sizes import format_bytes, parse_bytes
+from ..spill.disk_tier import DiskTier
+from ..spill.io_queue import Drive
 from .host_budget import (
     HostBytes,
     HostLimit,
@@ -33,9 +36,6 @@ from .host_budget import (
 )
 from .host_slab import bytes_of, is_pinned
 from .host_tier import HostTier
-from .sizes import format_bytes, parse_bytes
-from .spill.disk_tier import DiskTier
-from .spill.io_queue import Drive
 from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
 
 _log = logging.getLogger("tiered_mem.tiers")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
-from .allocators import PageableMemory, SlabPool
-from .policies import Link
-from .spill.disk_record import Record
-from .spill.disk_tier import DiskTier
-from .spill.io_queue import Job
-from .spill.record import ALIGNMENT
-from .spill.record_io import Piece
+from ..allocators import PageableMemory, SlabPool
+from ..policies import Link
+from ..spill.disk_record import Record
+from ..spill.disk_tier import DiskTier
+from ..spill.io_queue import Job
+from ..spill.record import ALIGNMENT
+from ..spill.record_io import Piece
 
 P = ParamSpec("P")
 

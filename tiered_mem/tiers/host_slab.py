@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .allocators.base import ALIGNMENT, Region
+from ..allocators.base import ALIGNMENT, Region
 
 _log = logging.getLogger("tiered_mem.host_tier")
 

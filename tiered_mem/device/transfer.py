@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
 
 import torch
 
 from .device import Device, Event, Stream
-from .trace.recorder import Trace
-from .trace.timeline import Direction
 
 
 class TransferEngine:
@@ -24,7 +24,7 @@ class TransferEngine:
     trace: is told of the copies, and of who waits for them. It may be exchanged.
     """
 
-    def __init__(self, device: Device, stream: Stream | None = None, trace: Trace | None = None) -> None:
+    def __init__(self, device: Device, stream: Stream | None = None, trace: CopyObserver | None = None) -> None:
         self._device = device
         self.trace = trace
         self._to_host = stream or device.new_stream()
@@ -94,7 +94,7 @@ class Ticket:
 
     __slots__ = ("_device", "_trace", "event", "held")
 
-    def __init__(self, event: Event, device: Device, trace: Trace | None = None) -> None:
+    def __init__(self, event: Event, device: Device, trace: CopyObserver | None = None) -> None:
         self.event = event
         self._device = device
         self._trace = trace
@@ -116,7 +116,27 @@ class Ticket:
             self.held.add(stream.stream_id)
 
 
+class CopyObserver(Protocol):
+    """Hears of copies while they are issued, and of streams that wait for them."""
+
+    def copying(
+        self, direction: Direction, stream: Stream, nbytes: int, blocks: int
+    ) -> AbstractContextManager[CopyGroup]:
+        """Copies are issued to `stream` inside. nbytes, blocks: of all together."""
+
+    def waits(self, stream: Stream, ended: Event, why: str) -> None:
+        """A stream is about to wait for the end of a copy group."""
+
+
+class CopyGroup:
+    """Copies that are started together. `ended` is set when all have been issued."""
+
+    __slots__ = ("ended",)
+    ended: Event
+
+
 Tensors = list[torch.Tensor]
+Direction = Literal["offload", "reload"]
 
 # What arrives together is waited for together: an event for each small tensor would cost more than it could save.
 _GROUP_BYTES = 4 << 20

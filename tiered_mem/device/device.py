@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from .errors import DeviceFailed, DeviceUnavailable
+from ..errors import DeviceFailed, DeviceUnavailable
 
 _log = logging.getLogger("tiered_mem.device")
 _KNOWN = ("npu", "cuda", "cpu")

@@ -1,0 +1,1 @@
+"""What every other part stands on: the manager's lock, interrupts that wait, counters, and checks of arguments."""
