@@ -39,20 +39,18 @@ NOTHING = "nothing"
 LEARNING = 2  # steps until one goes by a plan that another one has gone by
 
 
-class Timed:
+class Timed(Policy):
     """A policy, and the seconds that the calling thread took for its answers. calls: how many these were."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self.follow = policy.follow
         self.seconds = 0.0
         self.calls = 0
 
     @property
     def asks(self) -> Collection[type[Event]]:
-        return getattr(self._policy, "asks", ())
-
-    def check(self, num_layers: int) -> None:
-        self._policy.check(num_layers)
+        return self._policy.asks
 
     def decide(self, event: Event) -> Sequence[Action]:
         begun = time.thread_time()

@@ -10,42 +10,91 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
+
+from .places import Place, Places
+
+# Blocks that were saved or dropped are told together, once so many bytes of them have come.
+GATHERED_BYTES = 64 << 20
 
 
-class Policy(Protocol):
-    """Decides what is offloaded when, and when it is brought back.
+class Policy:
+    """Decides what is offloaded when, and when it is brought back. A subclass overrides `decide`.
 
     A policy is advice. The manager fetches a block that is needed whatever the policy said of it, and takes no
     notice of an action that a block's state rules out, so that the worst policy costs time and never a number.
 
-    One that counts bytes may have an attribute `gather_bytes`: it is told of blocks once they come to so many. That
-    is read anew with each answer of one that `asks`.
-    While an attribute `plans_spills` is true, it is told of HostPressure only when nothing under way makes room.
-    A method `lacks(nbytes)` says how many bytes the device lacks, if so many come that are no blocks, though all
-    leaves that can: where a context chooses itself from which size on tensors are blocks, smaller ones become
-    blocks then.
-
-    What few need is told to those that ask: a policy may have an attribute `asks`, the types among `OnRequest` that
-    it is to be told. It is read anew before each event. A policy that is told of what it does not know answers
-    nothing.
+    Attributes:
+        asks: Of the types in `OnRequest`, those that it is to be told. It is read anew before each event.
+        gather_bytes: It is told of blocks once they come to so many bytes, or to 64 MiB. That is read anew with
+            each answer of a policy that asks for anything.
+        plans_spills: While it is true, HostPressure is told only when nothing under way makes room.
+        places: Where the blocks are. They are read only, and known from `follow` on.
     """
+
+    asks: Collection[type[OnRequest]] = ()
+    gather_bytes: int = GATHERED_BYTES
+    plans_spills: bool = False
+    places: Places[Any]
+
+    def follow(self, places: Places[Any]) -> None:
+        """Begins to work for whoever moves these blocks. Called before the first event."""
+        self.places = places
 
     def check(self, num_layers: int) -> None:
         """Raises ValueError if a model of this many layers does not suit the policy."""
 
     def decide(self, event: Event) -> Sequence[Action]:
-        """The actions to take now, in order: a list, or `Each`. Called under the manager's lock: never blocks."""
+        """The actions to take now, in order: a list, or `Each`. () for events that it does not handle.
+
+        Called under the manager's lock: never blocks.
+        """
+        return ()
+
+    def lacks(self, nbytes: int) -> int:
+        """The bytes that the device lacks if so many come that are no blocks, though all leaves that can.
+
+        Where a context chooses itself from which size on tensors are blocks, smaller ones become blocks then.
+        """
+        return 0
+
+    @property
+    def name(self) -> str:
+        """Names it in messages."""
+        return type(self).__name__
 
 
-class ManualPolicy:
+class ManualPolicy(Policy):
     """Advises nothing: users decide themselves when a layer leaves the device and when it comes back."""
 
-    def check(self, num_layers: int) -> None:
-        """Suits every model."""
 
-    def decide(self, event: Event) -> Sequence[Action]:
-        return ()
+class Decides(Protocol):
+    """The least that is taken for a policy."""
+
+    def check(self, num_layers: int) -> None: ...
+
+    def decide(self, event: Event) -> Sequence[Action]: ...
+
+
+class Adapted(Policy):
+    """A policy of somebody's own, which is no Policy.
+
+    Raises TypeError where it has more of one than `check` and `decide`: only of a Policy that is read.
+    """
+
+    def __init__(self, own: Decides) -> None:
+        more = [name for name in ("asks", "gather_bytes", "plans_spills", "lacks", "follow") if hasattr(own, name)]
+        if more:
+            raise TypeError(
+                f"{type(own).__name__} has {', '.join(more)}, which are looked for in policies that derive from "
+                "tiered_mem.policies.Policy: derive it from that"
+            )
+        self._own = own
+        self.check, self.decide = own.check, own.decide  # type: ignore[method-assign]
+
+    @property
+    def name(self) -> str:
+        return type(self._own).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +312,23 @@ class Fetch:
 
 
 Action = Offload | Release | Reload | Spill | Fetch
+
+
+def after(action: type[Action], place: Place, sinking: bool) -> tuple[Place, bool] | None:
+    """Where an action brings a block: its place, and whether it goes on to disk. None where it does nothing."""
+    if action is Offload and place is Place.DEVICE:
+        return Place.LEAVING, False
+    if action is Release and place is Place.LEAVING:
+        return Place.HOST, sinking
+    if action is Reload and place is Place.LEAVING:
+        return Place.DEVICE, False
+    if action is Reload and place in (Place.HOST, Place.DISK):
+        return Place.ARRIVING, False
+    if action is Spill and place in (Place.LEAVING, Place.HOST) and not sinking:
+        return place, True
+    if action is Fetch and (place is Place.DISK or (place is Place.HOST and sinking)):
+        return Place.HOST, False
+    return None
 
 
 class Each(Sequence[Action]):

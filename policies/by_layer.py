@@ -1,13 +1,12 @@
-"""What the policies have in common that move the blocks of a layer together, and where they have sent blocks."""
+"""What the policies have in common that move the blocks of a layer together."""
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from .base import (
     Action,
@@ -20,59 +19,55 @@ from .base import (
     HostPressure,
     LayerBegin,
     LayerEnd,
-    Offload,
+    Policy,
     Release,
     Saved,
     Spill,
-    by_kind,
 )
+from .places import Place, Places
 
 G = TypeVar("G", bound="Graph")
 
 
-class LayerPolicy(ABC, Generic[G]):
+class LayerPolicy(Policy, ABC, Generic[G]):
     """A policy that moves the blocks of a layer together, by a plan that a subclass has for each graph.
 
-    Under host pressure the blocks that are needed last go to disk first.
+    A block that several layers or graphs save belongs to the last of them: only then is the device done with it. A
+    graph is dropped when its forward has ended and none of its blocks is left. Under host pressure the blocks that
+    are needed last go to disk first.
     """
 
     def __init__(self) -> None:
-        self._ledger: Ledger[G] = Ledger()
+        self.places = Places()
+        self._graphs: dict[int, G] = {}
+        self._homes: dict[int, tuple[int, int]] = {}  # the graph and the layer that each block belongs to
 
     def decide(self, event: Event) -> Sequence[Action]:
-        return self._ledger.follow(self._answer(event))
-
-    def _answer(self, event: Event) -> Sequence[Action]:
-        ledger = self._ledger
         match event:
             case Saved(number, layer, blocks):
-                ledger.save(ledger.graphs[number], layer, blocks)
+                self._save(self._graphs[number], layer, blocks)
             case Dropped(keys):
-                ledger.drop(keys)
+                self._drop(keys)
             case LayerBegin(number, layer, backward):
-                begun = ledger.graphs.get(number)
+                begun = self._graphs.get(number)
                 if begun is not None:
                     begun.backward |= backward
                     return self._begin(begun, layer, backward)
             case LayerEnd(number, layer):
-                graph = ledger.graphs[number]
+                graph = self._graphs[number]
                 graph.end_layer(layer)
                 return self._offload(graph)
             case ForwardBegin(number, num_layers):
-                ledger.graphs[number] = self._graph(number, num_layers)
+                self._graphs[number] = self._graph(number, num_layers)
             case ForwardEnd(number):
-                graph = ledger.graphs[number]
+                graph = self._graphs[number]
                 actions = self._end(graph)
-                ledger.end_forward(graph)
+                graph.forward = False
+                self._drop_if_over(graph)
                 return actions
             case HostPressure(nbytes):
-                return ledger.spill(nbytes, self._needed_last)
+                return self._spill(nbytes)
         return ()
-
-    def _needed_last(self, place: tuple[int, int]) -> tuple[bool, int, int]:
-        number, layer = place
-        # In a pipeline the older graphs run backward first, and one that does so now needs its blocks soonest.
-        return self._ledger.graphs[number].backward, -number, self._returns(layer)
 
     @abstractmethod
     def _graph(self, number: int, num_layers: int) -> G:
@@ -94,45 +89,28 @@ class LayerPolicy(ABC, Generic[G]):
     def _returns(self, layer: int) -> int:
         """A number that is smaller for a layer that comes back later."""
 
+    def _fetch(self, keys: Sequence[int]) -> list[Fetch]:
+        """Fetches those of the blocks that are on disk."""
+        return [Fetch(key) for key in self.places.on_disk(keys)]
 
-@dataclass
-class Ledger(Generic[G]):
-    """The blocks of all graphs in flight, and those that a policy has sent away from the device.
-
-    A block that several layers or graphs save belongs to the last of them: only then is the device done with it. It
-    is spilled at most once each time it leaves the device, and never after its reload was advised. A graph is
-    dropped when its forward has ended and none of its blocks is left.
-    """
-
-    graphs: dict[int, G] = field(default_factory=dict)
-    # The graph and the layer that each block belongs to, and its size in bytes.
-    _homes: dict[int, tuple[tuple[int, int], int]] = field(default_factory=dict)
-    _leaving: dict[int, None] = field(default_factory=dict)
-    _on_host: defaultdict[tuple[int, int], dict[int, None]] = field(default_factory=lambda: defaultdict(dict))
-    _on_disk: set[int] = field(default_factory=set)
-
-    def save(self, graph: G, layer: int, blocks: Iterable[tuple[int, int]]) -> None:
-        """blocks: the key and the size of each."""
-        place = graph.number, layer
-        for key, nbytes in blocks:
+    def _save(self, graph: G, layer: int, blocks: Iterable[tuple[int, int]]) -> None:
+        home = graph.number, layer
+        for key, _ in blocks:
             if key in self._homes:
-                self._back((key,))
-                (number, before), _ = self._homes[key]
+                number, before = self._homes[key]
                 if number == graph.number and before >= layer:
                     continue
-                self.drop((key,))
-            self._homes[key] = place, nbytes
+                self._drop((key,))
+            self._homes[key] = home
             graph.blocks[layer][key] = None
             if layer in graph.ended:
                 graph.leaving[key] = layer
 
-    def drop(self, keys: Iterable[int]) -> None:
+    def _drop(self, keys: Iterable[int]) -> None:
         """A block that was never saved may be dropped."""
-        known = self._homes.keys() & keys
-        self._back(known)
-        for key in known:
-            (number, layer), _ = self._homes.pop(key)
-            graph = self.graphs[number]
+        for key in self._homes.keys() & keys:
+            number, layer = self._homes.pop(key)
+            graph = self._graphs[number]
             blocks = graph.blocks[layer]
             del blocks[key]
             if graph.leaving:
@@ -141,69 +119,31 @@ class Ledger(Generic[G]):
                 del graph.blocks[layer]
                 self._drop_if_over(graph)
 
-    def end_forward(self, graph: G) -> None:
-        graph.forward = False
-        self._drop_if_over(graph)
-
-    def follow(self, actions: Sequence[Action]) -> Sequence[Action]:
-        """Takes note of an answer, and returns it."""
-        if not actions:
-            return actions
-        back: list[int] = []
-        leaving, homes = self._leaving, self._homes
-        for kind, keys in by_kind(actions):
-            if kind is Offload:
-                leaving.update(dict.fromkeys(keys))
-            elif kind is Release:
-                for key in keys:
-                    if key in leaving:
-                        del leaving[key]
-                        self._on_host[homes[key][0]][key] = None
-            elif kind is Spill:
-                self._back(keys)
-                self._on_disk.update(keys)
-            else:
-                back += keys
-        self._back(back)
-        return actions
-
-    def spill(self, nbytes: int, needed_last: Callable[[tuple[int, int]], Any]) -> list[Action]:
-        """Sends `nbytes` on to disk. Where the host has too few blocks, leaving ones are released and go too.
-
-        needed_last: the sort key of a graph and a layer; the blocks of the smallest go first.
-        """
-        releases: list[Action] = []
-        spills: list[Action] = []
-        on_host = (self._on_host[place] for place in sorted(self._on_host, key=needed_last))
-        for key in itertools.chain(*on_host, self._leaving):
-            if nbytes <= 0:
-                break
-            if key in self._leaving:
-                releases.append(Release(key))
-            spills.append(Spill(key))
-            nbytes -= self._homes[key][1]
-        return releases + spills
-
-    def fetch(self, keys: Iterable[int]) -> list[Fetch]:
-        """Fetches the blocks that were sent to disk."""
-        return [Fetch(key) for key in keys if key in self._on_disk]
-
-    def _back(self, keys: Iterable[int]) -> None:
-        """The blocks are on the device, on their way there, or gone."""
-        leaving, on_host, on_disk, homes = self._leaving, self._on_host, self._on_disk, self._homes
-        for key in keys:
-            if key in leaving:
-                del leaving[key]
-            if key in on_disk:
-                on_disk.remove(key)
-            if blocks := on_host.get(homes[key][0]):
-                blocks.pop(key, None)
-                if not blocks:
-                    del on_host[homes[key][0]]
-
     def _drop_if_over(self, graph: G) -> None:
         if not graph.forward and not graph.blocks:
-            del self.graphs[graph.number]
+            del self._graphs[graph.number]
+
+    def _spill(self, nbytes: int) -> list[Action]:
+        """Sends `nbytes` on to disk. Where the host has too few blocks, leaving ones are released and go too."""
+        alive = filter(None, map(self.places.find, self._homes))
+        blocks = [block for block in alive if not (block.sinking or block.rising)]
+        on_host = [block for block in blocks if block.place is Place.HOST]
+        on_host.sort(key=lambda block: self._needed_last(*self._homes[block.key]))
+        leaving = [block for block in blocks if block.place is Place.LEAVING]
+        releases: list[Action] = []
+        spills: list[Action] = []
+        for block in (*on_host, *leaving):
+            if nbytes <= 0:
+                break
+            if block.place is Place.LEAVING:
+                releases.append(Release(block.key))
+            spills.append(Spill(block.key))
+            nbytes -= block.nbytes
+        return releases + spills
+
+    def _needed_last(self, number: int, layer: int) -> tuple[bool, int, int]:
+        # In a pipeline the older graphs run backward first, and one that does so now needs its blocks soonest.
+        return self._graphs[number].backward, -number, self._returns(layer)
 
 
 def in_turn(first: Sequence[Action], then: Sequence[Action]) -> Sequence[Action]:

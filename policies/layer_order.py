@@ -60,7 +60,7 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
     def _begin(self, graph: _Plan, layer: int, backward: bool) -> Sequence[Action]:
         if backward:
             reloaded, fetched = graph.keys(graph.reloaded_by(layer)), graph.keys(graph.reloaded_after(layer))
-            return in_turn(Each(Reload, reloaded), self._ledger.fetch(fetched))
+            return in_turn(Each(Reload, reloaded), self._fetch(fetched))
         released = graph.released_by(layer)
         return in_turn(self._offload(graph), Each(Release, graph.keys(released)))
 

@@ -9,10 +9,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..sizes import format_bytes, parse_bytes
-from .base import Action, Dropped, Event, Fetch, HostPressure, LayerBegin, Offload, Release, Reload, Saved, Spill
+from .base import (
+    Action,
+    Dropped,
+    Event,
+    Fetch,
+    HostPressure,
+    LayerBegin,
+    Offload,
+    Policy,
+    Release,
+    Reload,
+    Saved,
+    Spill,
+)
 
 
-class LRUPolicy:
+class LRUPolicy(Policy):
     """Keeps at most `device_bytes` of saved blocks on the device, whatever layers saved them.
 
     Where more than half of that is on the device and not leaving, the least recently used blocks begin to leave,
@@ -52,9 +65,6 @@ class LRUPolicy:
         self._on_host = _Queue(away=True)
         self._on_disk = _Queue(away=True)
         self._on_device = 0
-
-    def check(self, num_layers: int) -> None:
-        """Suits every model."""
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:

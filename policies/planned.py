@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..ground.arguments import instance, number, whole_number
 from ..sizes import format_bytes, parse_bytes
 from .base import (
+    GATHERED_BYTES,
     Action,
     Dropped,
     Event,
@@ -22,6 +24,7 @@ from .base import (
     Memory,
     MoreBlocks,
     OnRequest,
+    Policy,
     Refused,
     Saved,
     StepBegin,
@@ -29,6 +32,7 @@ from .base import (
     StepMeasured,
     Used,
 )
+from .places import Places
 from .planning.bound import BudgetTooSmall
 from .planning.link import Link
 from .planning.overruns import Overrun, OverrunCause, Overruns
@@ -59,8 +63,6 @@ _VARYING = 8
 _FIRST_VARYING = 16
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
-# Where nothing has to move, blocks are told of together.
-_GATHERED = 64 << 20
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, MoreBlocks, Refused})
 _TIMED = _PLAYED | {StepMeasured}
@@ -73,7 +75,7 @@ _EASE: dict[Ease, frozenset[type[OnRequest]]] = {
 }
 
 
-class PlannedPolicy:
+class PlannedPolicy(Policy):
     """Keeps all of the device's memory below `budget`, with as little waiting as a plan can find.
 
     The first step runs under LRUPolicy, is recorded, and measured. From then on each step plays a plan made from
@@ -142,23 +144,19 @@ class PlannedPolicy:
         self.asks: Collection[type[OnRequest]] = self._asks
         self.gather_bytes = 1  # each block is told of at once, but where nothing has to move
 
-    @property
-    def resident(self) -> int:
-        """The bytes of blocks that it takes to be on the device."""
-        return self._player.resident
+    def follow(self, places: Places[Any]) -> None:
+        super().follow(places)
+        self._player.places = places
 
     def lacks(self, nbytes: int) -> int:
         """The bytes that are too many where so many more come in this step that are no blocks."""
         return self._player.lacks(nbytes)
 
     @property
-    def plans_spills(self) -> bool:
+    def plans_spills(self) -> bool:  # type: ignore[override]
         """Whether what goes to disk follows from the plan of the step that goes on."""
         step = self._player.step
         return step is not None and step.table is not None and step.table.disk is not None
-
-    def check(self, num_layers: int) -> None:
-        """Suits every model."""
 
     def report(self) -> Report:
         """What the last plan promises, and what came of it; or why there is none."""
@@ -173,7 +171,7 @@ class PlannedPolicy:
         else:
             answer = self._note(event)
         self.asks = self._asks if self._asks is not _PLAYED else _EASE[player.ease]
-        self.gather_bytes = _GATHERED if player.ease is Ease.RESTING else 1
+        self.gather_bytes = GATHERED_BYTES if player.ease is Ease.RESTING else 1
         return answer
 
     def _note(self, event: Event) -> Sequence[Action]:
@@ -203,7 +201,7 @@ class PlannedPolicy:
         if most > self._most:
             self._most = most
             if most > self._given:
-                self._most_blocks, self._most_through = self._player.resident, self._player.through
+                self._most_blocks, self._most_through = self._player.places.resident, self._player.through
         if self._fragments is not None and reserved:
             between = reserved - device + self._fragments // 2
             self._limit = min(self._budget, self._given - between)

@@ -80,7 +80,7 @@ class SynchronizationDictPolicy(LayerPolicy["_Progress"]):
         graph.released.update(released)
         actions += [Release(key) for key in graph.keys(released)]
         actions += [Reload(key) for key in graph.keys(reloaded)]
-        return [*actions, *self._ledger.fetch(graph.keys(self._fetched_at.get(moment, ())))]
+        return [*actions, *self._fetch(graph.keys(self._fetched_at.get(moment, ())))]
 
     def _offload(self, graph: _Progress) -> list[Action]:
         """Offloads the blocks of ended layers, and releases them at once where their release is past."""
@@ -93,7 +93,8 @@ class SynchronizationDictPolicy(LayerPolicy["_Progress"]):
         return [*offloads, *(Release(key) for key, layer in leaving if layer in graph.released)]
 
     def _returns(self, layer: int) -> int:
-        return -self._place[layer]
+        # A layer that stays may save a block that has left with another: that is needed soonest.
+        return -self._place[layer] if layer in self._place else 1
 
     def _check_layers_exist(self, owner: str, num_layers: int) -> None:
         has = f"{owner} has {num_layers} layers, counted from 0"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.policies.planned import gpt, planned
+from tests.policies.planned import gpt
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import LINK, MIB
+from tests.policies.simulated.steps import budget_between, profile
 from tiered_mem.policies import Event, StepEnd
 from tiered_mem.rehearsal import MOST, Rehearsal, RehearsalOver, Wish
 
@@ -23,10 +24,11 @@ class Script(Machine):
     """Trains in a rehearsal. coming: of each step, the bytes of optimizer states that come to stay in it."""
 
     def __init__(self, folder: Path, steps: int, coming: Callable[[int], int] = lambda step: 0) -> None:
-        policy, budget = planned(STEP, 0.9)
+        budget = budget_between(profile(STEP), 0.9)
         self.file = folder / "found.json"
         self.waits = 0
-        super().__init__(Rehearsal(policy, Wish(steps, budget, self.file), self._count), LINK)
+        policy = Rehearsal(Wish(steps, budget, self.file), self._count, budget, LINK)
+        super().__init__(policy, LINK)
         self._states = policy.states
         self._coming = coming
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from .device.device import Device
 from .errors import TierFull
 from .ground.arguments import number, with_methods
 from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_name
+from .policies.base import Adapted
 from .rehearsal import Rehearsal, Wish
 from .sizes import format_bytes, parse_bytes
 from .spill.disk_tier import DiskTier
@@ -45,7 +47,7 @@ class PolicyChoice:
         """The policy for a device and so much host memory. For "auto" the link is measured, and the drive."""
         usable, total = device.usable_and_total()
         if not isinstance(self._policy, str):
-            return self._policy
+            return self._policy if isinstance(self._policy, Policy) else Adapted(self._policy)
         if self._policy != "auto":
             return policy_by_name(self._policy, device_bytes=int(_LRU * total) or None)
         if total:
@@ -76,7 +78,8 @@ class PolicyChoice:
             "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
             *(format_bytes(budget), speed.from_device, speed.to_device, 100 * both),
         )
-        planned = PlannedPolicy(
+        make = PlannedPolicy if rehearsal is None else partial(Rehearsal, rehearsal, device.synchronize)
+        return make(
             budget,
             Link(out, back, both=both, drive=None if disk is None else _drive(disk)),
             fragments=int(_FRAGMENTS * total) if asked is None else None,
@@ -84,7 +87,6 @@ class PolicyChoice:
             host_bytes=host_bytes,
             margin=0 if asked is None else min(_ROUNDED, budget // 16),
         )
-        return planned if rehearsal is None else Rehearsal(planned, rehearsal, device.synchronize)
 
 
 def _drive(disk: DiskTier) -> Link | None:

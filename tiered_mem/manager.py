@@ -37,7 +37,7 @@ from .ground.turn import Turn
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, Policy, Report, StatesShare
+from .policies import Action, PlannedPolicy, Policy, Report
 from .report import flatten, plan_report, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import DiskTier
@@ -137,14 +137,13 @@ class TieringManager:
             self._engine = TransferEngine(self.device, stream, self._trace)
             self._counters = Counters()
             spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
-            ask, planned = partial(advice, self._policy), partial(getattr, self._policy, "plans_spills", False)
+            ask, planned = partial(advice, self._policy), partial(getattr, self._policy, "plans_spills")
             room = HostRoom(self._host, spiller, ask, planned, self._counters, self._trace)
             copies = BlockCopies(self._host, self._engine, self._counters)
             self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
             self._turn = Turn(self._store.drop, self._interrupts)
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
-            states = getattr(self._policy, "states", None)
-            share = states if isinstance(states, StatesShare) else None
+            share = self._policy.states if isinstance(self._policy, PlannedPolicy) else None
             peak = DevicePeak(self.device)
             self._optimizers = RegisteredOptimizers(
                 self.device, self._engine, self._host, self._disk, self._turn, peak, share

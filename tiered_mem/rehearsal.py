@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +13,8 @@ from .policies import (
     Action,
     BudgetTooSmall,
     Event,
-    OnRequest,
+    Link,
     PlannedPolicy,
-    Report,
     StepBegin,
     StepEnd,
     StepMeasured,
@@ -54,8 +53,8 @@ class Wish(NamedTuple):
             ) from None
 
 
-class Rehearsal:
-    """A policy that does what another one does, measures each step, and ends the script when enough were made.
+class Rehearsal(PlannedPolicy):
+    """Measures each step, and ends the script when enough were made.
 
     These are as many as the wish asks for, and then more, up to MOST times as many, until one was measured that
     went by a plan while all optimizer states rested: one in which some come to the device to stay is not as those
@@ -68,8 +67,9 @@ class Rehearsal:
     be steps ahead of what was measured.
     """
 
-    def __init__(self, policy: PlannedPolicy, wish: Wish, wait: Callable[[], None]) -> None:
-        self._policy = policy
+    def __init__(self, wish: Wish, wait: Callable[[], None], budget: int, link: Link, **arguments: Any) -> None:
+        super().__init__(budget, link, **arguments)
+        self.asks = {*self.asks, StepMeasured}
         self._steps, _, self._file = wish
         self._wait = wait
         self._began: tuple[int | None, ...] = ()
@@ -78,30 +78,13 @@ class Rehearsal:
         self._write(
             missing="no forward ran in the contexts of its manager: attach the model, or use offload_context"
         )
-        self.check = policy.check
-        self.lacks = policy.lacks
-        self.states = policy.states
-
-    @property
-    def asks(self) -> Collection[type[OnRequest]]:
-        return {*self._policy.asks, StepMeasured}
-
-    @property
-    def gather_bytes(self) -> int:
-        return self._policy.gather_bytes
-
-    @property
-    def plans_spills(self) -> bool:
-        return self._policy.plans_spills
-
-    def report(self) -> Report:
-        return self._policy.report()
 
     def decide(self, event: Event) -> Sequence[Action]:
         if isinstance(event, StepBegin):
-            self._begin(event.step)
+            self._step_begins(event.step)
         try:
-            actions = self._policy.decide(event)
+            actions = super().decide(event)
+            self.asks = {*self.asks, StepMeasured}
         except BudgetTooSmall as error:
             self._write(problem=str(error), missing="", **self._step())
             raise RehearsalOver(0) from None
@@ -109,10 +92,10 @@ class Rehearsal:
             self._rested = self._began == self._resting()
             self._wait()
         elif isinstance(event, StepMeasured):
-            self._measured(event.step)
+            self._step_measured(event.step)
         return actions
 
-    def _begin(self, number: int) -> None:
+    def _step_begins(self, number: int) -> None:
         if number >= self._steps * (MOST if self._found["missing"] else 1):
             raise RehearsalOver(0)
         self._began = self._resting()
@@ -120,8 +103,8 @@ class Rehearsal:
             self._write(missing="no step was measured: that is done when the next one begins")
         self._write(steps=number + 1)
 
-    def _measured(self, number: int) -> None:
-        report = self._policy.report()
+    def _step_measured(self, number: int) -> None:
+        report = self.report()
         missing = ""
         if not self._rested:
             there, total = format_bytes(self.states.kept), format_bytes(self.states.total)
@@ -137,7 +120,7 @@ class Rehearsal:
     def _step(self) -> dict[str, Any]:
         """The step that plans are for, if any was measured."""
         try:
-            step, names, link = self._policy.account.step()
+            step, names, link = self.account.step()
         except RuntimeError:
             return {}
         return {"step": asdict(step), "names": names, "link": asdict(link), "states": asdict(self.states)}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
-from .activations.block import Block, Place
+from .activations.block import Block
 from .activations.movable import WORDS
 from .allocators.base import PoolStats
 from .ground.stats import REASONS, Counters, Moved, Stats
-from .policies import Policy, Report
+from .policies import PlannedPolicy, Policy, Report
+from .policies.places import Place
 from .sizes import format_bytes
 from .spill.disk_record import DiskStats
 
@@ -114,8 +114,7 @@ def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequen
 
 def plan_report(policy: Policy, counters: Counters) -> Report:
     """What a policy that plans has to report, or why there is no plan; and what has moved until now."""
-    report = getattr(policy, "report", None)
-    missing = f"{type(policy).__name__} makes no plans, as policy='auto' does; with trace=True all waits are told"
-    told = Report(missing) if report is None else cast(Report, report())
+    missing = f"{policy.name} makes no plans, as policy='auto' does; with trace=True all waits are told"
+    told = policy.report() if isinstance(policy, PlannedPolicy) else Report(missing)
     stayed = {WORDS[reason]: moved.nbytes for reason, moved in counters.stayed.items() if moved.nbytes}
     return replace(told, moved_until_now=counters.offloaded.nbytes, stayed_until_now=stayed)

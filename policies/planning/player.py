@@ -6,31 +6,30 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from math import inf
+from typing import Any
 
 from ..base import (
     Action,
-    Dropped,
     Event,
     ExactMemory,
     Fetch,
     HostPressure,
     Memory,
-    Offload,
     Release,
     Reload,
-    Saved,
     Spill,
     StepEnd,
     Used,
 )
 from ..lru import LRUPolicy
+from ..places import ON_DEVICE, Place, Placed, Places
 from .names import Name
 from .repertoire import Repertoire
 from .rest import Rest
 from .script import Repetition, Script
+from .shadow import Shadow
 from .step import StepUnderWay
 from .table import Table
-from .whereabouts import Stage, Whereabouts
 
 _FETCHED_AHEAD = 8
 # Of what a step takes, the room beyond that must be at least this part if nobody is to look.
@@ -55,20 +54,22 @@ class Player:
     A step is thought about event by event, and what was answered is a script. The next one like it is only compared
     with that, and thought about from where it differs.
 
-    step: the one that goes on. limit: the bytes that it may have on the device, with all else. margin: how much of
-    these is left free if the plan can do without. varying: how much more in a step whose blocks have other sizes
-    than the recorded ones. decided: whether it has become clear what the step is. strange: that it is of no known
-    kind, or longer than any.
+    places: where the blocks are. step: the one that goes on. limit: the bytes that it may have on the device, with
+    all else. margin: how much of these is left free if the plan can do without. varying: how much more in a step
+    whose blocks have other sizes than the recorded ones. decided: whether it has become clear what the step is.
+    strange: that it is of no known kind, or longer than any.
     ease: how much it has to be told of next.
     """
 
     def __init__(self, repertoire: Repertoire) -> None:
+        self.places: Places[Any] = Places()
         self.step: StepUnderWay | None = None
         self.limit = self.margin = self.varying = 0
         self.decided = self.strange = False
         self.ease = Ease.NONE
         self._repertoire = repertoire
-        self._whereabouts = Whereabouts()
+        self._earlier: list[Placed] = []  # blocks of earlier steps
+        self._own_then = 0  # the bytes of this step's blocks on the device, when the last answer is done
         self._memory: Memory | None = None
         self._repetition: Repetition | None = None
         self._rest: Rest | None = None
@@ -87,10 +88,17 @@ class Player:
         return room - self.varying if step.varies else room
 
     @property
-    def resident(self) -> int:
-        """The bytes of blocks that it takes to be on the device."""
-        self._catch_up()
-        return self._whereabouts.resident
+    def own(self) -> int:
+        """The bytes on the device of the blocks that the step has saved."""
+        if not self._earlier:
+            return self.places.resident
+        return self.places.resident - sum(each.nbytes for each in self._earlier if each.place in ON_DEVICE)
+
+    @property
+    def owns_any(self) -> bool:
+        """Whether blocks of the step are alive."""
+        self._earlier = [block for block in self._earlier if block.place is not Place.GONE]
+        return len(self.places.by_key) > len(self._earlier)
 
     def lacks(self, nbytes: int) -> int:
         """The bytes that are too many where so many more come that are no blocks. A plan knows of all that come."""
@@ -105,12 +113,13 @@ class Player:
         if self.step is None:
             return 0
         if self._rest is not None:
-            return 0 if self._whereabouts.owns_any else self._rest.recording.uses
+            return 0 if self.owns_any else self._rest.recording.uses
         recording = self.step.recording
         return recording.uses if 0 < len(recording.blocks) <= recording.uses else 0
 
     def begin(self, number: int, *, may_rest: bool = False) -> None:
-        self._whereabouts.begin_step()
+        self._earlier = [*self.places.by_key.values()]
+        self._own_then = 0
         self.step = StepUnderWay(number)
         self._may_rest = may_rest
 
@@ -123,21 +132,17 @@ class Player:
         if self._rest is not None:
             if self._memory is not None:
                 self._rest.goes_on(StepEnd(step.number), self._memory)
-            self._catch_up()
             step.end_rest(self._rest)
             self._rest = None
         elif repetition is not None and recording is not None and repetition.empty:
             if self._memory is not None:
                 step.hear(self._memory, 0)
             step.repeated(repetition, recording)
-            for key in repetition.keys:
-                self._whereabouts.drop(key)
             self._repetition = None
         else:
             self._depart()
             if step.table is not None and step.transcript is not None and not step.deviates:
-                ends_empty = not self._whereabouts.owns_any
-                step.table.script = Script(step.transcript.lines, ends_empty)
+                step.table.script = Script(step.transcript.lines, ends_empty=not self.owns_any)
                 step.table.recording = step.recording
         self.step = step.transcript = None
         self.ease = Ease.NONE
@@ -149,11 +154,11 @@ class Player:
             self._depart()
         self._memory = memory
         if self._repetition is None and self._rest is None and self.step is not None:
-            self.step.hear(memory, self._whereabouts.own)
+            self.step.hear(memory, self._own_then)
 
     def refused(self, action: Action) -> None:
         self._depart(for_good=True)
-        self._whereabouts.refused(action)
+        self._own_then = self.own
         if self.step is not None and type(action) is Reload:
             self.step.returning.appendleft(action.key)
 
@@ -175,12 +180,15 @@ class Player:
             self._depart()
         self._memory = None
         step = self.step
-        name, others, again = self._note(event, memory)
+        own = self.own
+        others = None if memory is None else memory.device - own
+        shadow = Shadow(self.places, own)
         if step is None:
-            return self._think(event, name, others, again)
-        own, step.spare = self._whereabouts.own, inf
-        answer = self._think(event, name, others, again)
-        self._repetition = step.write(event, own, memory, self.room, answer)
+            return self._think(event, None, others, shadow)
+        step.spare = inf
+        answer = self._think(event, step.take(event, others), others, shadow)
+        self._own_then = shadow.own
+        self._repetition = step.write(event, (own, shadow.own), memory, self.room, answer)
         if self._repetition is not None and self._may_rest and memory is not None:
             self._rest_from(step, memory)
         return answer
@@ -200,96 +208,88 @@ class Player:
     def spill(self, nbytes: int) -> list[Action]:
         """Sends so many bytes of the host on to disk."""
         self._depart(for_good=True)
+        step, shadow = self.step, Shadow(self.places, self.own)
+        actions: list[Action] = []
         if self._lru is not None:
-            return self._whereabouts.follow(self._lru.decide(HostPressure(nbytes)))
-        step, whereabouts = self.step, self._whereabouts
-        on_host = list(whereabouts.at(Stage.HOST))
+            # It takes its last answer for done, and does not know of what left to keep the budget.
+            actions = shadow.follow(self._lru.decide(HostPressure(nbytes)))
+            nbytes -= sum(self.places.by_key[each.key].nbytes for each in actions if type(each) is Spill)
+        on_host = shadow.at(Place.HOST)
         if step is not None and step.table is not None:
             place = step.table.place
             names = step.names
             on_host.sort(key=lambda key: place(names.block(key)), reverse=True)
-        actions: list[Action] = []
-        for key in (*on_host, *whereabouts.at(Stage.LEAVING)):
+        for key in (*on_host, *shadow.at(Place.LEAVING)):
             if nbytes <= 0:
                 break
-            nbytes -= whereabouts.nbytes(key)
-            actions += whereabouts.follow([Release(key), Spill(key)])
+            nbytes -= self.places.by_key[key].nbytes
+            actions += shadow.follow([Release(key), Spill(key)])
         return actions
 
-    def _note(self, event: Event, memory: Memory | None) -> tuple[Name | None, int | None, Sequence[int]]:
-        """The name of an event, the bytes beside blocks, and the blocks that are saved again and were leaving."""
-        whereabouts = self._whereabouts
-        again: Sequence[int] = ()
-        if isinstance(event, Saved):
-            again = whereabouts.save(event.blocks)
-        elif isinstance(event, Dropped):
-            for key in event.keys:
-                whereabouts.drop(key)
-        others = None if memory is None else memory.device - whereabouts.own
-        return None if self.step is None else self.step.take(event, others), others, again
-
-    def _think(self, event: Event, name: Name | None, others: int | None, again: Sequence[int]) -> list[Action]:
-        step, whereabouts = self.step, self._whereabouts
+    def _think(self, event: Event, name: Name | None, others: int | None, shadow: Shadow) -> list[Action]:
+        """The answer to an event, whose name is known within a step. others: the bytes beside the step's blocks."""
+        step = self.step
         # What is used now comes before all that is only due.
         actions: list[Action] = []
-        if isinstance(event, Used):
-            if whereabouts.place(event.key) not in (Stage.LEAVING, Stage.SINKING):
-                actions = whereabouts.follow([Reload(event.key)])
-            whereabouts.use(event.key)
+        if isinstance(event, Used) and shadow.place(event.key) is not Place.LEAVING:
+            actions = shadow.follow([Reload(event.key)])
         if step is not None and step.undecided:
             self._choose(step)
         if step is None or step.table is None or name is None:
             advice: Sequence[Action] = self._learning(others).decide(event)
-            actions += whereabouts.follow(advice if step is None else step.as_far_as_loose(advice))
+            actions += shadow.follow(advice if step is None else step.as_far_as_loose(advice))
             if others is None:
                 return actions
             # What comes next is not known, and may be twice as much as any that came before.
             self._beside = others + (0 if step is None else 2 * step.rise)
-            return actions + self._guard(self._beside, event)
-        advice = step.table.actions(name, step.names)
-        if advice or again:
-            advice = [*map(Offload, again), *advice]
-            actions += whereabouts.follow([each for each in advice if type(each) is not Reload])
+            return actions + self._guard(self._beside, event, shadow)
+        if advice := step.table.actions(name, step.names):
+            actions += shadow.follow([each for each in advice if type(each) is not Reload])
             step.returning += [each.key for each in advice if type(each) is Reload]
         if others is not None:
-            actions += self._guard(step.table.beside(name, others), event)
+            actions += self._guard(step.table.beside(name, others), event, shadow)
         if step.returning:
-            actions += self._bring_back(step, step.table, name, others or 0)
+            actions += self._bring_back(step, step.table, name, others or 0, shadow)
         return actions
 
-    def _bring_back(self, step: StepUnderWay, table: Table, event: Name, others: int) -> list[Action]:
+    def _bring_back(
+        self, step: StepUnderWay, table: Table, event: Name, others: int, shadow: Shadow
+    ) -> list[Action]:
         """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
-        whereabouts, names = self._whereabouts, step.names
+        names = step.names
         actions: list[Action] = []
         while step.returning:
             key = step.returning[0]
             block = names.block(key)
-            if whereabouts.place(key) in (Stage.HOST, Stage.DISK):
-                own = whereabouts.own + whereabouts.nbytes(key)
+            if shadow.place(key) in (Place.HOST, Place.DISK):
+                own = shadow.own + self.places.by_key[key].nbytes
                 spare = self.room - table.needed(event, block, own, others)
                 step.spare = min(step.spare, spare)
                 if spare < 0:
                     break
             step.returning.popleft()
-            unplanned = table.disk is None and whereabouts.any_at(Stage.DISK)
+            unplanned = table.disk is None and shadow.any_below_host
             coming = table.following(block, _FETCHED_AHEAD) if unplanned else ()
             fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
-            actions += whereabouts.follow([Reload(key), *fetched])
+            actions += shadow.follow([Reload(key), *fetched])
         return actions
 
-    def _guard(self, beside: int, event: Event) -> list[Action]:
-        """Keeps the budget until the next event, at which others take so many bytes beside the step's blocks."""
+    def _guard(self, beside: int, event: Event, shadow: Shadow) -> list[Action]:
+        """Frees blocks so that the budget holds until the next event.
+
+        beside: the bytes of the device that are no blocks of the step until then.
+        """
         step = self.step
-        over = self._whereabouts.own + beside - self.room
+        over = shadow.own + beside - self.room
         if step is not None:
             step.spare = min(step.spare, -over)
         self._missing = 0
         if over <= 0:
             return []
         in_use = {event.key} if isinstance(event, Used) else set()
-        before = self._whereabouts.resident
-        actions = self._whereabouts.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
-        self._missing = max(0, over - before + self._whereabouts.resident)
+        before = shadow.resident
+        actions = shadow.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
+        self._missing = max(0, over - before + shadow.resident)
         return actions
 
     def _learning(self, others: int | None) -> LRUPolicy:
@@ -309,17 +309,13 @@ class Player:
 
     def _catch_up(self) -> None:
         """Takes note of what went by a script."""
-        step, repetition, whereabouts = self.step, self._repetition, self._whereabouts
-        if self._rest is not None:
-            self._rest.catch_up(whereabouts)
+        step, repetition = self.step, self._repetition
         if step is None or repetition is None:
             return
-        for memory, event, actions in repetition.unnoted():
-            step.hear(memory, whereabouts.own)
-            self._note(event, memory)
-            if isinstance(event, Used):
-                whereabouts.use(event.key)
-            whereabouts.follow(actions)
+        for memory, event, own, own_then in repetition.unnoted():
+            step.hear(memory, self._own_then)
+            step.take(event, memory.device - own)
+            self._own_then = own_then
 
     def _depart(self, *, for_good: bool = False) -> None:
         """The step does not go by its script any more. for_good: nor can what it does now be one."""
@@ -335,7 +331,7 @@ class Player:
             step.transcript = repetition.transcript()
             step.returning = deque(repetition.waiting())
             if self._memory is not None:
-                step.hear(self._memory, self._whereabouts.own)
+                step.hear(self._memory, self._own_then)
             self._repetition = None
         if for_good:
             step.transcript = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..base import Dropped, Event, Memory, Saved
+from ..base import Event, Memory, Saved
 from .recording import Recording
-from .whereabouts import Whereabouts
 
 
 class Rest:
@@ -21,8 +20,6 @@ class Rest:
         self._most = most
         self._device = memory.device
         self.allocated, self.reserved = memory.device, memory.reserved
-        self._saved: dict[int, int] = {}
-        self._dropped: list[int] = []
 
     def goes_on(self, event: Event, memory: Memory | None) -> bool:
         """Whether it does after this event, of which it takes note then."""
@@ -35,16 +32,4 @@ class Rest:
         if memory is not None:
             self.allocated = max(self.allocated, device)
             self.reserved = max(self.reserved, memory.reserved)
-        if isinstance(event, Saved):
-            self._saved.update(event.blocks)
-        elif isinstance(event, Dropped):
-            self._dropped += event.keys
         return True
-
-    def catch_up(self, whereabouts: Whereabouts) -> None:
-        """Tells of the blocks that have come and gone since this was last called."""
-        for key in self._dropped:
-            if self._saved.pop(key, None) is None:
-                whereabouts.drop(key)
-        whereabouts.save(self._saved.items())
-        self._saved, self._dropped = {}, []

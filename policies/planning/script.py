@@ -72,23 +72,17 @@ class Repetition:
         """Whether it has come to the script's end, and none of its blocks is left."""
         return self._script.ends_empty and self.first + len(self.events) == len(self._script.lines)
 
-    @property
-    def keys(self) -> Sequence[int]:
-        """Of all blocks of the step."""
-        return self._keys
-
-    def unnoted(self) -> Iterator[tuple[Memory, Event, Sequence[Action]]]:
-        """What was told since this was last asked, with the answers."""
+    def unnoted(self) -> Iterator[tuple[Memory, Event, int, int]]:
+        """What was told since this was last asked, and the step's bytes before and after each answer."""
         lines = self._script.lines[self.first :]
         for i in range(self._noted, len(self.events)):
             self._noted = i + 1
-            actions = [action(self._keys[number]) for action, number in lines[i].answer]
-            yield self.memories[i], self.events[i], actions
+            yield self.memories[i], self.events[i], *lines[i].own
 
     def standing(self) -> list[int]:
         """The bytes beside blocks at each event."""
         lines = self._script.lines[self.first :]
-        return [max(0, memory.device - line.own) for memory, line in zip(self.memories, lines, strict=False)]
+        return [max(0, memory.device - line.own[0]) for memory, line in zip(self.memories, lines, strict=False)]
 
     def waiting(self) -> list[int]:
         """The blocks whose reload is due, and has to wait."""
@@ -103,14 +97,14 @@ class Repetition:
 class _Line(NamedTuple):
     """An event, and what was answered.
 
-    device: the bytes that were allocated. own: of these, those of the step's blocks before that. least, most: the
-    answer is the same where so many bytes are taken beyond what may be; as a rule they are below 0. answer: actions
-    with the numbers of blocks. waiting: of the blocks whose reload is due, and has to wait.
+    device: the bytes that were allocated. own: those of the step's blocks on the device, before and after the
+    answer. least, most: the answer is the same where so many bytes are taken beyond what may be; as a rule they are
+    below 0. answer: actions with the numbers of blocks. waiting: of those whose reload is due, and has to wait.
     """
 
     sign: _Sign
     device: int
-    own: int
+    own: tuple[int, int]
     least: float
     most: float
     answer: _Answer
@@ -191,7 +185,7 @@ class Transcript:
         self,
         event: Event,
         device: int,
-        own: int,
+        own: tuple[int, int],
         between: tuple[float, float],
         answer: Sequence[Action],
         waiting: Iterable[int],

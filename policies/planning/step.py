@@ -114,11 +114,11 @@ class StepUnderWay:
             self.reserved = memory.reserved
 
     def write(
-        self, event: Event, own: int, memory: Memory | None, room: int, answer: Sequence[Action]
+        self, event: Event, own: tuple[int, int], memory: Memory | None, room: int, answer: Sequence[Action]
     ) -> Repetition | None:
         """Takes an answer down. What the step goes by from now on, if it is clear now that it repeats another.
 
-        own: the bytes of its blocks before that. room: those of the device that may be taken.
+        own: the bytes of its blocks before that, and once it is done. room: those of the device that may be taken.
         """
         if self.transcript is None:
             return None

@@ -92,15 +92,13 @@ class _Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class _Told:
+class _Told(Policy):
     """A policy whose answers are recorded."""
 
     def __init__(self, policy: Policy, moves: Moves) -> None:
         self._policy = policy
         self._moves = moves
-
-    def check(self, num_layers: int) -> None:
-        self._policy.check(num_layers)
+        self.follow = policy.follow
 
     def decide(self, event: Event) -> Sequence[Action]:
         answer = self._policy.decide(event)

@@ -24,6 +24,8 @@ from tiered_mem.policies import (
     Saved,
     Spill,
 )
+from tiered_mem.policies.base import after
+from tiered_mem.policies.places import Placed, Places
 
 
 def check_policy(make: Callable[[], Policy], min_layers: int = 0) -> None:
@@ -36,18 +38,29 @@ def check_policy(make: Callable[[], Policy], min_layers: int = 0) -> None:
     @given(policy_histories(min_layers))
     def check(history: list[Event]) -> None:
         policy = make()
+        places: Places[Placed] = Places()
+        policy.follow(places)
         live: set[int] = set()
         for event in history:
             match event:
                 case ForwardBegin(_, num_layers):
                     policy.check(num_layers)
                 case Saved(_, _, blocks):
+                    for key, nbytes in blocks:
+                        if key not in live:
+                            places.add(Placed(key, nbytes))
                     live.update(key for key, _ in blocks)
                 case Dropped(keys):
                     live.difference_update(keys)
+                    for key in keys:
+                        places.remove(places.by_key[key])
             for action in policy.decide(event):
                 assert isinstance(action, Offload | Release | Reload | Spill | Fetch)
                 assert action.key in live, f"{action} after {event} names a block that is not alive"
+                block = places.by_key[action.key]
+                if (done := after(type(action), block.place, block.sinking)) is not None:
+                    places.move(block, done[0])
+                    block.sinking = done[1]
 
     check()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from tiered_mem.policies import (
     Action,
@@ -54,3 +55,8 @@ def tell(policy: Policy, events: Iterable[Event]) -> list[Action]:
 
 def begin_backward(policy: Policy, graph: int, layer: int) -> list[Action]:
     return list(policy.decide(LayerBegin(graph, layer, backward=True)))
+
+
+def state(policy: Policy) -> dict[str, Any]:
+    """What a policy keeps of its own."""
+    return {name: value for name, value in vars(policy).items() if name != "places"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
 
 from tiered_mem.policies import (
     Action,
@@ -19,56 +17,61 @@ from tiered_mem.policies import (
     Saved,
     Spill,
 )
+from tiered_mem.policies.places import Place, Placed, Places
 
-Place = Literal["device", "leaving", "host", "disk"]
 
-
-@dataclass
-class Places:
-    """Does what the policy answers, at once, and passes over what the place of a block rules out.
+class Obeyed(Policy):
+    """A policy whose answers are done at once, but for those that the place of a block rules out.
 
     When a graph's backward goes on to another layer, it has had the blocks of the last one on the device.
 
     strict: to pass over an answer is a failure, as is an answer about a block that is not alive.
     """
 
-    policy: Policy
-    strict: bool = True
-    place: dict[int, Place] = field(default_factory=dict)
-    nbytes: dict[int, int] = field(default_factory=dict)
-    home: dict[int, tuple[int, int]] = field(default_factory=dict)
-    reached: dict[int, int] = field(default_factory=dict)
+    def __init__(self, policy: Policy, *, strict: bool = True) -> None:
+        self.policy = policy
+        self.check = policy.check
+        self.strict = strict
+        self.home: dict[int, tuple[int, int]] = {}
+        self.reached: dict[int, int] = {}
+        self.follow(Places())
+        policy.follow(self.places)
 
     def tell(self, *events: Event) -> list[Action]:
-        return [action for event in events for action in self._tell(event)]
+        return [action for event in events for action in self.decide(event)]
 
-    def keys(self, *places: Place) -> set[int]:
-        return {key for key, place in self.place.items() if place in places}
+    def keys(self, *places: str) -> set[int]:
+        return {key for key, block in self.places.by_key.items() if block.place.value in places}
 
-    def size(self, *places: Place) -> int:
-        return sum(self.nbytes[key] for key in self.keys(*places))
+    def size(self, *places: str) -> int:
+        return sum(self.places.by_key[key].nbytes for key in self.keys(*places))
 
     def on_device(self) -> int:
-        return self.size("device", "leaving")
+        assert self.places.resident == self.size("device", "leaving")
+        return self.places.resident
 
-    def _tell(self, event: Event) -> Iterable[Action]:
+    def decide(self, event: Event) -> Sequence[Action]:
+        places = self.places
         match event:
             case Saved(graph, layer, blocks):
                 for key, nbytes in blocks:
                     before = self.home.get(key, (graph, layer))
                     self.home[key] = graph, max(layer, before[1]) if before[0] == graph else layer
-                    self.place[key] = "device"
-                    self.nbytes[key] = nbytes
+                    if (block := places.find(key)) is None:
+                        places.add(Placed(key, nbytes))
+                    else:
+                        places.move(block, Place.DEVICE)
             case Dropped(keys):
-                for key in keys:
-                    self.place.pop(key, None)
-                    self.home.pop(key, None)
+                for block in filter(None, map(places.find, keys)):
+                    places.remove(block)
+                    del self.home[block.key]
             case LayerBegin(graph, layer, backward=True) if any(of == graph for of, _ in self.home.values()):
                 last = self.reached.get(graph, layer)
                 self.reached[graph] = layer
                 if last != layer:
-                    used = [key for key, home in self.home.items() if home == (graph, last)]
-                    self.place.update((key, "device") for key in used if self.place[key] != "leaving")
+                    for key, block in places.by_key.items():
+                        if self.home[key] == (graph, last) and block.place is not Place.LEAVING:
+                            places.move(block, Place.DEVICE)
         graphs = {graph for graph, _ in self.home.values()}
         self.reached = {graph: layer for graph, layer in self.reached.items() if graph in graphs}
         actions = self.policy.decide(event)
@@ -77,23 +80,21 @@ class Places:
         return actions
 
     def _do(self, action: Action, event: Event) -> None:
-        possible: tuple[Place, ...]
-        after: Place
-        match action:
-            case Offload():
-                possible, after = ("device",), "leaving"
-            case Release():
-                possible, after = ("leaving",), "host"
-            case Reload():
-                possible, after = ("leaving", "host", "disk"), "device"
-            case Spill():
-                possible, after = ("host",), "disk"
-            case Fetch():
-                possible, after = ("disk",), "host"
-        place = self.place.get(action.key)
-        if place in possible:
-            self.place[action.key] = after
+        block = self.places.find(action.key)
+        possible, to = _DONE[type(action)]
+        if block is not None and block.place in possible:
+            self.places.move(block, to)
+            block.rising = isinstance(action, Fetch)
         else:
             # Nothing but a policy's own advice sends blocks to disk, so that it knows which of them are there.
             lenient = not self.strict and not isinstance(action, Spill | Fetch)
-            assert lenient, f"{action} after {event}, when the block is {place or 'gone'}"
+            assert lenient, f"{action} after {event}, when the block is {block.place if block else 'gone'}"
+
+
+_DONE: dict[type[Action], tuple[tuple[Place, ...], Place]] = {
+    Offload: ((Place.DEVICE,), Place.LEAVING),
+    Release: ((Place.LEAVING,), Place.HOST),
+    Reload: ((Place.LEAVING, Place.HOST, Place.DISK), Place.DEVICE),
+    Spill: ((Place.HOST,), Place.DISK),
+    Fetch: ((Place.DISK,), Place.HOST),
+}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.contract import check_policy, policy_histories
-from tests.policies.events import backward, begin_backward, forward, layer_forward, tell
+from tests.policies.events import backward, begin_backward, forward, layer_forward, state, tell
 from tiered_mem.policies import (
     Action,
     Dropped,
@@ -235,7 +235,7 @@ def test_a_graph_whose_only_block_went_to_another_has_nothing_to_reload() -> Non
 def test_nothing_is_kept_of_what_is_over(history: list[Event]) -> None:
     policy = LayerOrderPolicy(2)
     tell(policy, history)
-    assert vars(policy) == vars(LayerOrderPolicy(2))
+    assert state(policy) == state(LayerOrderPolicy(2))
 
 
 @pytest.mark.parametrize(
@@ -269,6 +269,6 @@ def test_more_layers_than_the_model_has_are_refused() -> None:
 def test_policies_are_known_by_name() -> None:
     policy = policy_by_name("layer-order")
     assert isinstance(policy, LayerOrderPolicy)
-    assert vars(policy) == vars(LayerOrderPolicy())
+    assert state(policy) == state(LayerOrderPolicy())
     with pytest.raises(ValueError, match=r"^unknown policy 'lair-order'; known are 'auto', 'layer-order', 'lru'$"):
         policy_by_name("lair-order")

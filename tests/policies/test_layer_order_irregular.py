@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.events import begin_backward, dropped, forward, layer_forward, saved, tell
+from tests.policies.events import begin_backward, dropped, forward, layer_forward, saved, state, tell
 from tiered_mem.policies import (
     Action,
     Event,
@@ -169,7 +169,7 @@ def test_a_forward_that_ended_by_an_exception_releases_what_was_offloaded() -> N
     tell(policy, layer_forward(GRAPH, 2, 2)[:-1])  # raises before its LayerEnd
     assert set(tell(policy, [ForwardEnd(GRAPH)])) >= {Release(0), Release(1)}
     assert tell(policy, [dropped(1), dropped(2), dropped(0)]) == []
-    assert vars(policy) == vars(LayerOrderPolicy(3))
+    assert state(policy) == state(LayerOrderPolicy(3))
 
 
 @settings(deadline=None)
@@ -182,7 +182,7 @@ def test_dropped_blocks_are_not_named_again(order: list[int], first: int) -> Non
     assert {action.key for action in policy.decide(ForwardEnd(GRAPH))} == left
     assert {a.key for i in reversed(range(6)) for a in begin_backward(policy, GRAPH, i)} == left
     assert tell(policy, [dropped(key) for key in order[first:]]) == []
-    assert vars(policy) == vars(LayerOrderPolicy(6))
+    assert state(policy) == state(LayerOrderPolicy(6))
 
 
 def test_a_block_that_was_never_told_of_can_be_dropped() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.contract import check_policy, policy_histories
-from tests.policies.events import backward, begin_backward, dropped, forward, saved, tell
-from tests.policies.places import Places
+from tests.policies.events import backward, begin_backward, dropped, forward, saved, state, tell
+from tests.policies.places import Obeyed
 from tiered_mem.policies import (
     Event,
     Fetch,
@@ -75,7 +75,7 @@ def test_a_block_that_is_saved_again_while_it_leaves_stays() -> None:
 
 
 def test_a_block_of_two_layers_is_back_for_the_later() -> None:
-    places = Places(LRUPolicy(8, read_ahead=1))
+    places = Obeyed(LRUPolicy(8, read_ahead=1))
     places.tell(saved(GRAPH, 3, 0), saved(GRAPH, 1, 0))
     places.tell(*saves(*[1] * 20, graph=1, first_key=100))
     assert places.tell(LayerBegin(GRAPH, 2, backward=True)) == []
@@ -83,7 +83,7 @@ def test_a_block_of_two_layers_is_back_for_the_later() -> None:
 
 
 def test_a_block_of_two_graphs_is_the_later_ones() -> None:
-    places = Places(LRUPolicy(8, read_ahead=1))
+    places = Obeyed(LRUPolicy(8, read_ahead=1))
     places.tell(saved(0, 3, 0), saved(1, 1, 0))
     places.tell(*saves(*[1] * 20, graph=2, first_key=100))
     assert places.tell(LayerBegin(0, 3, backward=True)) == []
@@ -106,7 +106,7 @@ def test_a_block_larger_than_the_budget_does_not_hold_up_others() -> None:
 
 
 def test_blocks_come_back_in_the_reverse_order_as_many_bytes_as_are_read_ahead() -> None:
-    places = Places(LRUPolicy(16, read_ahead=3))
+    places = Obeyed(LRUPolicy(16, read_ahead=3))
     places.tell(*saves(*[1] * 30))
     away = sorted(places.keys("leaving", "host"))
     assert away == list(range(24))
@@ -131,7 +131,7 @@ def test_at_least_one_block_is_read_ahead() -> None:
 
 
 def test_what_is_leaving_is_kept_where_backward_needs_it_next() -> None:
-    places = Places(LRUPolicy(16, read_ahead=4))
+    places = Obeyed(LRUPolicy(16, read_ahead=4))
     places.tell(*saves(*[1] * 9))
     assert places.keys("leaving") == {0, 1, 2}
     assert places.tell(LayerBegin(GRAPH, 8, backward=True)) == [Reload(2), Reload(1), Reload(0)]
@@ -145,16 +145,16 @@ def test_for_what_comes_back_what_is_leaving_is_released() -> None:
     assert begin_backward(policy, GRAPH, 7) == [Release(10), Release(11), Reload(7), Reload(6)]
 
 
-def two_graphs() -> Places:
+def two_graphs() -> Obeyed:
     """All of the first graph's blocks, 0 to 11, are on the host. Two blocks are read ahead."""
-    places = Places(LRUPolicy(16, read_ahead=2))
+    places = Obeyed(LRUPolicy(16, read_ahead=2))
     places.tell(*saves(*[1] * 12), *saves(*[1] * 24, graph=1, first_key=100))
     assert places.keys("host") >= set(range(12))
     return places
 
 
 def test_a_block_that_finds_no_room_waits_for_it() -> None:
-    places = Places(LRUPolicy(16, read_ahead=12))
+    places = Obeyed(LRUPolicy(16, read_ahead=12))
     places.tell(*saves(12, *[1] * 8))
     assert places.keys("host") == {0}
     for layer in (8, 7, 6):
@@ -180,14 +180,14 @@ def test_what_is_on_the_host_is_not_fetched() -> None:
 
 
 def test_what_left_the_longest_ago_is_spilled_first() -> None:
-    places = Places(LRUPolicy(16))
+    places = Obeyed(LRUPolicy(16))
     places.tell(*saves(*[1] * 30))
     assert places.tell(HostPressure(2)) == [Spill(0), Spill(1)]
     assert places.tell(HostPressure(3)) == [Spill(2), Spill(3), Spill(4)]
 
 
 def test_what_is_leaving_is_released_and_spilled_where_the_rest_is_too_little() -> None:
-    places = Places(LRUPolicy(8))
+    places = Obeyed(LRUPolicy(8))
     places.tell(*saves(*[1] * 9))
     assert places.keys("host") == {0}
     assert places.tell(HostPressure(2)) == [Release(1), Spill(0), Spill(1)]
@@ -201,7 +201,7 @@ def test_what_comes_back_next_is_not_spilled() -> None:
 
 
 def test_a_second_backward_brings_back_what_left_since() -> None:
-    places = Places(LRUPolicy(8, read_ahead=2))
+    places = Obeyed(LRUPolicy(8, read_ahead=2))
     places.tell(*saves(*[1] * 12))
     for layer in reversed(range(12)):
         places.tell(LayerBegin(GRAPH, layer, backward=True))
@@ -221,7 +221,7 @@ def test_a_backward_that_jumps_ahead_brings_in_what_lies_below() -> None:
 
 
 def test_what_a_backward_is_through_with_leaves_again() -> None:
-    places = Places(LRUPolicy(16, read_ahead=2))
+    places = Obeyed(LRUPolicy(16, read_ahead=2))
     places.tell(*saves(*[1] * 40))
     for layer in reversed(range(40)):
         places.tell(LayerBegin(GRAPH, layer, backward=True))
@@ -232,7 +232,7 @@ def test_what_a_backward_is_through_with_leaves_again() -> None:
 
 
 def test_in_forward_too_what_a_backward_is_through_with_is_the_first_to_leave() -> None:
-    places = Places(LRUPolicy(16, read_ahead=2))
+    places = Obeyed(LRUPolicy(16, read_ahead=2))
     places.tell(*saves(*[1] * 9))  # 0, 1 and 2 are leaving
     assert places.tell(LayerBegin(GRAPH, 8, backward=True)) == [Reload(2), Reload(1)]
     assert places.tell(LayerBegin(GRAPH, 1, backward=True)) == [Reload(0)]
@@ -240,7 +240,7 @@ def test_in_forward_too_what_a_backward_is_through_with_is_the_first_to_leave() 
 
 
 def test_what_backward_reloaded_itself_leaves_again() -> None:
-    places = Places(LRUPolicy(16, read_ahead=2))
+    places = Obeyed(LRUPolicy(16, read_ahead=2))
     places.tell(*(saved(GRAPH, layer, 10 * layer + i) for layer in range(4) for i in range(10)))
     for layer in (3, 2, 1, 0):
         places.tell(LayerBegin(GRAPH, layer, backward=True))
@@ -249,7 +249,7 @@ def test_what_backward_reloaded_itself_leaves_again() -> None:
 
 
 def test_a_backward_that_begins_anew_goes_on_in_the_reverse_order() -> None:
-    places = Places(LRUPolicy(16, read_ahead=2))
+    places = Obeyed(LRUPolicy(16, read_ahead=2))
     places.tell(*(saved(GRAPH, 0, key) for key in range(12)))
     places.tell(*saves(*[1] * 24, graph=1, first_key=100))
     assert places.tell(LayerBegin(GRAPH, 1, backward=True))[-2:] == [Reload(11), Reload(10)]
@@ -264,7 +264,7 @@ def test_a_graph_that_is_dropped_unused_brings_nothing_back() -> None:
 
 
 def test_graphs_run_backward_in_any_order() -> None:
-    places = Places(LRUPolicy(16, read_ahead=2))
+    places = Obeyed(LRUPolicy(16, read_ahead=2))
     places.tell(*saves(*[1] * 30))
     places.tell(*saves(*[1] * 30, graph=1, first_key=100))
     for graph, first in ((0, 0), (1, 100)):
@@ -272,11 +272,11 @@ def test_graphs_run_backward_in_any_order() -> None:
             places.tell(LayerBegin(graph, layer, backward=True))
             assert first + layer in places.keys("device")
             places.tell(dropped(first + layer))
-    assert vars(places.policy) == vars(LRUPolicy(16, read_ahead=2))
+    assert state(places.policy) == state(LRUPolicy(16, read_ahead=2))
 
 
 def test_blocks_of_no_layer_move_too() -> None:
-    places = Places(LRUPolicy(8))
+    places = Obeyed(LRUPolicy(8))
     places.tell(*(saved(7, -1, key) for key in range(12)))
     assert places.keys("host") == {0, 1, 2, 3}
     assert places.tell(saved(7, -1, 0)) == [Offload(8), Offload(9), Release(4)]
@@ -290,7 +290,7 @@ def test_every_layer_is_back_when_its_backward_begins(data: st.DataObject) -> No
     layers = data.draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=12))
     most = max(map(sum, layers))
     budget = data.draw(st.integers(4 * most, 8 * most), "budget")
-    places = Places(LRUPolicy(budget, read_ahead=2 * most))
+    places = Obeyed(LRUPolicy(budget, read_ahead=2 * most))
     keys: list[list[int]] = []
     for layer, sizes in enumerate(layers):
         first = sum(map(len, layers[:layer]))
@@ -314,7 +314,7 @@ def test_every_layer_is_back_when_its_backward_begins(data: st.DataObject) -> No
 @given(policy_histories(), st.integers(1, 20), st.data())
 def test_the_budget_is_kept(history: list[Event], budget: int, data: st.DataObject) -> None:
     read_ahead = data.draw(st.none() | st.integers(1, budget), "read_ahead")
-    places = Places(LRUPolicy(budget, read_ahead=read_ahead))
+    places = Obeyed(LRUPolicy(budget, read_ahead=read_ahead))
     for event in history:
         answered = places.tell(event)
         assert places.on_device() <= budget
@@ -327,7 +327,7 @@ def test_the_budget_is_kept(history: list[Event], budget: int, data: st.DataObje
 def test_nothing_is_kept_of_what_is_over(history: list[Event], budget: int) -> None:
     policy = LRUPolicy(budget)
     tell(policy, history)
-    assert vars(policy) == vars(LRUPolicy(budget))
+    assert state(policy) == state(LRUPolicy(budget))
 
 
 @pytest.mark.parametrize("budget", [1, 4, 12, 1000])
@@ -361,7 +361,7 @@ def most_lines(policy: LRUPolicy, num_layers: int) -> int:
 
 
 def test_sizes_may_be_text() -> None:
-    assert vars(LRUPolicy("1KiB", read_ahead="0.5KiB")) == vars(LRUPolicy(1024, read_ahead=512))
+    assert state(LRUPolicy("1KiB", read_ahead="0.5KiB")) == state(LRUPolicy(1024, read_ahead=512))
     with pytest.raises(ValueError, match=r"^device_bytes: 'plenty' is not a size; "):
         LRUPolicy("plenty")
     with pytest.raises(ValueError, match=r"^read_ahead: a size must be at least 1 byte, not 0$"):
@@ -377,4 +377,4 @@ def test_it_suits_every_model() -> None:
 
 
 def test_it_has_a_name_and_then_keeps_a_gibibyte() -> None:
-    assert vars(policy_by_name("lru")) == vars(LRUPolicy("1GiB"))
+    assert state(policy_by_name("lru")) == state(LRUPolicy("1GiB"))

@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -33,6 +33,7 @@ from tiered_mem.policies import (
     Memory,
     Offload,
     PlannedPolicy,
+    Policy,
     Release,
     Reload,
     Spill,
@@ -207,24 +208,24 @@ def test_a_step_that_shows_later_that_it_is_another_kind() -> None:
         assert outcome.seconds <= best(step, budget) * 1.1
 
 
-class Pressed:
+class Pressed(Policy):
     """A policy that is asked for room on the host when the first backward of a step begins."""
 
     def __init__(self, policy: PlannedPolicy) -> None:
         self._policy = policy
+        self.follow = policy.follow
         self.answers: list[Sequence[Action]] = []
+        self.act: Callable[[Sequence[Action]], None]
 
     @property
     def asks(self) -> Collection[type[Event]]:
         return self._policy.asks
 
-    def check(self, num_layers: int) -> None:
-        self._policy.check(num_layers)
-
     def decide(self, event: Event) -> Sequence[Action]:
         if isinstance(event, LayerBegin) and event.backward and not self.answers:
             for nbytes in (100 * MIB, 1 << 40, 1 << 40):
                 self.answers.append(self._policy.decide(HostPressure(nbytes)))
+                self.act(self.answers[-1])
         return self._policy.decide(event)
 
 
@@ -232,6 +233,7 @@ def test_under_host_pressure_what_is_needed_last_is_spilled_and_fetched_before_i
     step = gpt()
     policy = Pressed(planned(step, 0.2)[0])
     machine = Machine(policy, LINK)
+    policy.act = machine.act
     machine.run(step)
     policy.answers.clear()
     outcome = machine.run(step)

@@ -11,8 +11,9 @@ from statistics import mean
 import pytest
 
 from tests.policies.events import saved, tell
+from tests.policies.places import Obeyed
 from tests.policies.planned import best, gpt, planned
-from tests.policies.simulated.machine import Machine, Place, backwards
+from tests.policies.simulated.machine import Machine, backwards
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Step, budget_between, profile
 from tests.policies.simulated.strange_steps import coming_back, twice
@@ -29,6 +30,7 @@ from tiered_mem.policies import (
     StepEnd,
     StepMeasured,
 )
+from tiered_mem.policies.places import Place, Placed, Places
 from tiered_mem.policies.planning import Link, plan
 
 
@@ -266,7 +268,7 @@ def test_blocks_that_the_host_has_no_room_for_stay() -> None:
 def test_without_word_of_memory_it_goes_on_as_it_began() -> None:
     policy = PlannedPolicy(1000, LINK)
     events: list[Event] = [StepBegin(0), *(saved(0, i, i, 100) for i in range(20)), StepEnd(0)]
-    assert {type(each) for each in tell(policy, events)} == {Offload, Release}
+    assert {type(each) for each in tell(Obeyed(policy), events)} == {Offload, Release}
     assert policy.decide(StepMeasured(0, [1.0] * 20, 0.0)) == ()
     assert StepMeasured in policy.asks
 
@@ -324,12 +326,16 @@ def varied(step: Step, seed: int) -> Step:
 
 def test_what_forward_still_has_is_released_in_the_first_step_when_it_lets_go() -> None:
     """Or it would be counted as memory of others that cannot move."""
-    policy = PlannedPolicy(1000, LINK)
+    policy, places = PlannedPolicy(1000, LINK), Places[Placed]()
+    policy.follow(places)
     tell(policy, [StepBegin(0), ExactMemory(0, 0), ForwardBegin(0, 30)])
     released = []
     for i in range(20):
+        places.add(Placed(i, 100))
         policy.decide(ExactMemory(100 * (i + 1), 100 * (i + 1), held=(0, i)))
-        released += [each.key for each in policy.decide(saved(0, i, i, 100)) if isinstance(each, Release)]
+        for each in policy.decide(saved(0, i, i, 100)):
+            places.move(places.by_key[each.key], Place.HOST if isinstance(each, Release) else Place.LEAVING)
+            released += [each.key] if isinstance(each, Release) else []
     assert 1 in released
     assert 0 not in released
     policy.decide(ExactMemory(2000, 2000))

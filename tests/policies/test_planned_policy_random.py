@@ -31,6 +31,7 @@ from tiered_mem.policies import (
     LayerEnd,
     Offload,
     PlannedPolicy,
+    Policy,
     Refused,
     Release,
     Reload,
@@ -62,7 +63,7 @@ STEPS: dict[str, Callable[[int], Step]] = {
 }
 
 
-class Watched:
+class Watched(Policy):
     """A PlannedPolicy, of which each answer is looked at.
 
     blocks: those that are alive, which a machine keeps.
@@ -70,14 +71,12 @@ class Watched:
 
     def __init__(self, policy: PlannedPolicy) -> None:
         self.policy = policy
+        self.follow = policy.follow
         self.blocks: Mapping[int, Block] = {}
 
     @property
     def asks(self) -> object:
         return self.policy.asks
-
-    def check(self, num_layers: int) -> None:
-        self.policy.check(num_layers)
 
     def decide(self, event: Event) -> Sequence[Action]:
         try:
@@ -201,7 +200,7 @@ class Anything(RuleBasedStateMachine):
 
     @invariant()
     def knows_where_blocks_are(self) -> None:
-        assert self.policy.resident == self.resident
+        assert self.machine.places.resident == self.resident
 
     def use_block(self, key: int) -> None:
         self.machine.use(key)
@@ -212,7 +211,7 @@ class Anything(RuleBasedStateMachine):
         for key in list(machine.blocks):
             self.use_block(key)
             machine.drop(key)
-        assert machine.on_host == 0 == self.policy.resident
+        assert machine.on_host == 0 == machine.places.resident
         machine.allocate(-machine.level)
         machine.run(STEP)
         for _ in range(2):

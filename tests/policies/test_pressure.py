@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.policies.contract import policy_histories
 from tests.policies.events import backward, begin_backward, dropped, forward, layer_forward, saved, tell
-from tests.policies.places import Places
+from tests.policies.places import Obeyed
 from tiered_mem.policies import (
     Action,
     Event,
@@ -41,6 +41,7 @@ PIPELINE_ENTRIES = {
 
 
 def after_forward(policy: Policy, num_layers: int = 6) -> Policy:
+    policy = Obeyed(policy, strict=False)
     tell(policy, forward(GRAPH, num_layers))
     return policy
 
@@ -57,7 +58,7 @@ def test_the_lowest_layers_are_spilled_first() -> None:
 
 
 def test_no_more_is_spilled_than_was_asked_for() -> None:
-    policy = LayerOrderPolicy()
+    policy = Obeyed(LayerOrderPolicy(), strict=False)
     policy.decide(ForwardBegin(GRAPH, 3))
     for layer, nbytes in enumerate([3, 5, 2]):
         tell(policy, [LayerBegin(GRAPH, layer), saved(GRAPH, layer, layer, nbytes), LayerEnd(GRAPH, layer)])
@@ -86,11 +87,11 @@ def test_blocks_that_were_told_to_come_back_are_not_spilled() -> None:
 
 
 def test_what_is_leaving_is_released_and_spilled_where_the_rest_is_too_little() -> None:
-    policy = LayerOrderPolicy(4)
+    policy = Obeyed(LayerOrderPolicy(4), strict=False)
     tell(policy, forward(GRAPH, 6)[:-1])  # layers 0 to 3 were released when 2 to 5 began
     assert policy.decide(HostPressure(5)) == [Spill(0), Spill(1), Spill(2), Spill(3)]
 
-    policy = LayerOrderPolicy(4)
+    policy = Obeyed(LayerOrderPolicy(4), strict=False)
     events = [event for i in range(4) for event in layer_forward(GRAPH, i, i)]
     tell(policy, [ForwardBegin(GRAPH, 6), *events])
     assert policy.decide(HostPressure(3)) == [Release(2), Spill(0), Spill(1), Spill(2)]
@@ -107,13 +108,13 @@ def test_dropped_blocks_are_not_spilled() -> None:
     "policy", [LayerOrderPolicy(2), SynchronizationDictPolicy({i: (True, i + 1, False, i) for i in range(2)})]
 )
 def test_a_block_that_is_saved_again_is_on_the_device(policy: Policy) -> None:
-    after_forward(policy)
+    policy = after_forward(policy)
     tell(policy, [ForwardBegin(1, 6), LayerBegin(1, 0), saved(1, 0, 0)])
     assert spilled(policy, 100) == [1]
 
 
 def test_of_several_graphs_the_newest_is_spilled_first_and_the_one_in_backward_last() -> None:
-    policy = LayerOrderPolicy(2)
+    policy = Obeyed(LayerOrderPolicy(2), strict=False)
     for graph in range(3):
         tell(policy, forward(graph, 4, first_key=10 * graph))
     begin_backward(policy, 2, 3)
@@ -159,7 +160,7 @@ def test_what_is_fetched_is_not_spilled_again() -> None:
 
 def pipeline(order: list[str] | None) -> Policy:
     """Layers 0 to 6 ran forward and 0 to 2 backward: 4 and 5 are on the host, and 6 is leaving for it."""
-    policy = SynchronizationDictPolicy(PIPELINE_ENTRIES, order=order)
+    policy = Obeyed(SynchronizationDictPolicy(PIPELINE_ENTRIES, order=order), strict=False)
     events: list[Event] = [ForwardBegin(GRAPH, 8)]
     for text in PIPELINE[: PIPELINE.index("B3")]:
         layer = int(text[1:])
@@ -190,8 +191,7 @@ def test_a_schedules_layers_are_fetched_at_the_reload_before_theirs() -> None:
 
 
 def test_without_an_order_the_backwards_are_taken_to_run_from_the_last_layer() -> None:
-    policy = SynchronizationDictPolicy({i: (True, i + 2, False, i + 1) for i in range(4)})
-    after_forward(policy)
+    policy = after_forward(SynchronizationDictPolicy({i: (True, i + 2, False, i + 1) for i in range(4)}))
     assert spilled(policy, 2) == [0, 1]
     assert spilled(policy, 2) == [2, 3]
     assert [begin_backward(policy, GRAPH, i) for i in (5, 4, 3, 2, 1)] == [
@@ -205,14 +205,16 @@ def test_without_an_order_the_backwards_are_taken_to_run_from_the_last_layer() -
 
 def test_with_an_order_it_tells_which_reload_is_the_last() -> None:
     order = ["F0", "F1", "F2", "F3", "B3", "B2", "B1", "B0"]
-    policy = SynchronizationDictPolicy({0: (True, 1, False, 3), 1: (True, 2, False, 2)}, order=order)
+    policy = Obeyed(
+        SynchronizationDictPolicy({0: (True, 1, False, 3), 1: (True, 2, False, 2)}, order=order), strict=False
+    )
     tell(policy, forward(GRAPH, 4))
     assert spilled(policy, 1) == [1]
     assert [begin_backward(policy, GRAPH, i) for i in (3, 2)] == [[Reload(0), Fetch(1)], [Reload(1)]]
 
 
 def test_of_several_graphs_with_a_schedule_the_newest_is_spilled_first_and_the_one_in_backward_last() -> None:
-    policy = SynchronizationDictPolicy({i: (True, i + 1, False, i) for i in range(2)})
+    policy = Obeyed(SynchronizationDictPolicy({i: (True, i + 1, False, i) for i in range(2)}))
     for graph in range(3):
         tell(policy, forward(graph, 4, first_key=10 * graph))
     begin_backward(policy, 1, 3)
@@ -238,13 +240,13 @@ POLICIES: list[Callable[[], Policy]] = [
 def test_only_what_left_the_device_is_spilled_and_only_that_is_fetched(
     make: Callable[[], Policy], history: list[Event]
 ) -> None:
-    places = Places(make(), strict=False)
+    places = Obeyed(make(), strict=False)
     for event in history:
         on_host = places.size("host", "leaving")
         spills = [action for action in places.tell(event) if isinstance(action, Spill)]
         assert not spills or isinstance(event, HostPressure)
         if isinstance(event, HostPressure):
-            sizes = [places.nbytes[action.key] for action in spills]
+            sizes = [places.places.by_key[action.key].nbytes for action in spills]
             assert sum(sizes[:-1]) < event.nbytes
             assert sum(sizes) <= on_host
 
@@ -253,9 +255,9 @@ def test_only_what_left_the_device_is_spilled_and_only_that_is_fetched(
 def test_pressure_changes_nothing_about_reloads(make: Callable[[], Policy]) -> None:
     events = forward(GRAPH, 4) + backward(GRAPH, 4)
     pressed = [each for event in events for each in (event, HostPressure(1))]
-    policy = make()
+    policy = Obeyed(make(), strict=False)
     actions = [action for action in tell(policy, pressed) if not isinstance(action, Spill | Fetch)]
-    assert unique_reloads(actions) == unique_reloads(tell(make(), events))
+    assert unique_reloads(actions) == unique_reloads(tell(Obeyed(make(), strict=False), events))
 
 
 def unique_reloads(actions: list[Action]) -> list[Action]:

@@ -14,6 +14,7 @@ from ..errors import Closed, PolicyError
 from ..ground.interrupts import uninterrupted
 from ..ground.turn import Turn
 from ..policies.base import (
+    GATHERED_BYTES,
     Action,
     Dropped,
     Each,
@@ -33,16 +34,14 @@ from ..policies.base import (
     Used,
     by_kind,
 )
+from ..policies.places import Place
 from ..trace.recorder import Trace
-from .block import Block, Place, View
+from .block import Block, View
 from .block_store import BlockStore
 from .movable import Stayed
 from .spiller import Spiller
 from .step_watch import StepWatch
 from .traced_layers import TracedLayers
-
-# Saved and dropped blocks are told together, when so many bytes of them have come.
-_GATHERED_BYTES = 64 << 20
 
 
 class Activations:
@@ -199,7 +198,9 @@ class PolicyActions:
     def __init__(self, policy: Policy, store: BlockStore, watch: StepWatch) -> None:
         self._policy = policy
         self._blocks = store.blocks
-        self._watch = watch if hasattr(policy, "asks") else None
+        policy.follow(store.blocks)
+        self._watch = watch
+        self._listens = "asks" in vars(policy) or type(policy).asks is not Policy.asks
         self._do: dict[type[Any], Callable[[Sequence[Block]], None]] = {
             Offload: store.offload,
             Release: store.release,
@@ -239,35 +240,35 @@ class PolicyActions:
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             blocks = list(filter(None, map(self._blocks.find, dict.fromkeys(keys))))
             self._do[kind](blocks)
-            if self._watch is not None:
+            if self._listens:
                 self._tell_refused(kind, blocks)
 
     def _tell(self, event: Event) -> None:
         if self.closed:
             return
-        if self._watch is None:
+        if not self._listens:
             self.act(self._policy.decide(event))
             return
         for each in itertools.chain(self._watch.before(event), (event,)):
-            asks = self._policy.asks  # type: ignore[attr-defined]
+            asks = self._policy.asks
             self._watch.note(each, asks)
             if type(each) in _ON_REQUEST and type(each) not in asks:
                 continue
             if not isinstance(each, StepMeasured | MoreBlocks) and (memory := self._watch.memory(each, asks)):
                 self.act(self._policy.decide(memory))
             self.act(self._policy.decide(each))
-            self._watch.answered(self._policy.asks)  # type: ignore[attr-defined]
+            self._watch.answered(self._policy.asks)
             self._ask()
 
     def _ask(self) -> None:
         """What the policy wants to be told of next."""
-        self.tells_uses = Used in getattr(self._policy, "asks", ())
-        self.enough = min(_GATHERED_BYTES, getattr(self._policy, "gather_bytes", _GATHERED_BYTES))
+        self.tells_uses = Used in self._policy.asks
+        self.enough = min(GATHERED_BYTES, self._policy.gather_bytes)
 
     def _tell_refused(self, kind: type[Action], blocks: Sequence[Block]) -> None:
         for block in blocks:
             refused = block.place is Place.HOST if kind is Reload else block.no_room if kind is Offload else False
-            if refused and Refused in self._policy.asks:  # type: ignore[attr-defined]
+            if refused and Refused in self._policy.asks:
                 self.act(self._policy.decide(Refused(kind(block.key))))
 
 
@@ -284,7 +285,7 @@ def checked(policy: Policy, answer: object) -> Sequence[Action]:
         return ()
     if type(answer) is Each and answer.kind in _ACTIONS and _INT.issuperset(map(type, answer.keys)):
         return answer
-    name = type(policy).__name__
+    name = policy.name
     if not isinstance(answer, Iterable):
         raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
     actions = list(answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 
 from ..device.device import Device, Stream
 from ..device.transfer import Ticket
+from ..policies.places import Place, Placed, Places
 from ..spill.disk_record import Record
 from ..spill.io_queue import Job
 from ..tiers.host_slab import Form, flat_form
@@ -26,21 +26,7 @@ Span = tuple[int, int, int]
 Origin = tuple[str, int] | None
 
 
-class Place(enum.Enum):
-    """Where a block's bytes are. A block goes round: DEVICE, LEAVING, HOST, ARRIVING, DEVICE.
-
-    From HOST it may go to DISK and back. While it is LEAVING, its bytes may be on disk as well, or already.
-    """
-
-    DEVICE = "device"
-    LEAVING = "leaving"  # still on the device, a copy to the host is under way or done
-    HOST = "host"
-    DISK = "disk"  # and nowhere else, though a read may be under way
-    ARRIVING = "arriving"  # a copy to the device is under way or done, nobody has waited for it yet
-    GONE = "gone"
-
-
-class Block:
+class Block(Placed):
     """The bytes of one storage, or of the span of it that a small view covers.
 
     span: names the block while it is on the device.
@@ -63,15 +49,16 @@ class Block:
     """
 
     __slots__ = (
-        *("key", "span", "nbytes", "form", "formed", "tensor", "stream", "host", "ticket", "stored", "move"),
-        *("unwanted", "place", "versions", "holders", "changed", "chosen", "due", "offloaded", "left", "no_room"),
-        "saver",
+        *("span", "form", "formed", "tensor", "stream", "host", "ticket", "stored", "move", "unwanted"),
+        *("versions", "holders", "changed", "chosen", "due", "offloaded", "left", "no_room", "saver"),
     )
 
     def __init__(self, key: int, span: Span, form: Form | None, tensor: torch.Tensor, stream: Stream) -> None:
         self.key = key
-        self.span = span
         self.nbytes = span[2]
+        self.place = Place.DEVICE
+        self.sinking = self.rising = self.stuck = False  # as Placed has them, without a call for each block
+        self.span = span
         self.formed = form is not None
         self.form = form or flat_form(self.nbytes, tensor.dtype)
         self.tensor: torch.Tensor | None = tensor
@@ -81,7 +68,6 @@ class Block:
         self.stored: Stored | None = None
         self.move: Move | None = None
         self.unwanted: Ticket | None = None
-        self.place = Place.DEVICE
         self.versions: list[tuple[torch.Tensor, int]] = []
         self.holders = 0
         self.saver = (0, 0)
@@ -103,21 +89,19 @@ class Block:
         return tensor.as_strided(self.form.shape, self.form.stride, self.span[1] // tensor.element_size())
 
 
-class SavedBlocks:
+class SavedBlocks(Places[Block]):
     """All blocks that a saved tensor still needs. One thread at a time.
 
-    by_key: all of them. by_span: those whose device bytes can be saved once more.
+    by_span: those whose device bytes can be saved once more.
     saved, saved_bytes: key and size of the blocks that were saved since they were last taken, and the sum.
     ended, ended_bytes: of those that nobody needs any more.
     """
 
     def __init__(self, device: Device) -> None:
+        super().__init__()
         self._current_stream = device.current_stream
         self._keys = itertools.count()
-        self.by_key: dict[int, Block] = {}
         self.by_span: dict[Span, Block] = {}
-        # None for a block that is gone by now.
-        self.find = self.by_key.get
         self.saved: list[tuple[int, int]] = []
         self.saved_bytes = 0
         self.ended: list[int] = []
@@ -143,6 +127,7 @@ class SavedBlocks:
         if block is None or block.versions[-1][1] != version or not block.unchanged():
             block = Block(next(self._keys), span, form if whole else None, detached, self._current_stream())
             self.by_key[block.key] = self.by_span[span] = block
+            self.resident += block.nbytes
         number = len(block.versions)
         block.holders += 1
         block.versions.append((detached, version))

@@ -9,8 +9,9 @@ import torch
 from ..device.device import Stream
 from ..device.transfer import Ticket, TransferEngine
 from ..ground.stats import Counters, Moved
+from ..policies.places import Place
 from ..tiers.host_tier import HostSlot, HostTier
-from .block import Block, Place
+from .block import Block
 
 
 class BlockCopies:

@@ -12,9 +12,10 @@ from ..device.device import Device
 from ..errors import Closed, TierFull, changed_tensor
 from ..ground.stats import Counters
 from ..policies.base import Release, Spill
+from ..policies.places import ON_DEVICE, Place
 from ..tiers.host_slab import Form
 from ..tiers.host_tier import HostSlot, HostTier, groups
-from .block import Block, Place, SavedBlocks, View
+from .block import Block, SavedBlocks, View
 from .block_copies import BlockCopies
 from .host_room import HostRoom
 from .movable import STAYS
@@ -80,9 +81,13 @@ class BlockStore:
 
     def offload(self, blocks: Sequence[Block]) -> None:
         """Starts to copy blocks to the host. One that finds no room there stays on the device and is counted."""
-        chosen = [block for block in blocks if block.place is Place.DEVICE and self._can_leave(block)]
-        for block in chosen:
-            block.chosen = True
+        chosen = []
+        for block in blocks:
+            if block.place is Place.DEVICE:
+                block.chosen = self._can_leave(block)
+                block.stuck = not block.chosen
+                if block.chosen:
+                    chosen.append(block)
         try:
             for group in groups(chosen):
                 self._give_slots(group)
@@ -112,6 +117,7 @@ class BlockStore:
             block.place = Place.DISK if block.host is None else Place.HOST
             block.left = True
             self._free_device(block)
+            self.blocks.resident -= block.nbytes
             released.count += 1
             released.nbytes += block.nbytes
 
@@ -125,11 +131,16 @@ class BlockStore:
     def spill(self, blocks: Sequence[Block]) -> None:
         """Starts to write to disk those of the blocks whose bytes are on the host or on their way there."""
         if self._spiller is not None:
+            for block in blocks:
+                block.sinking = block.place is Place.LEAVING or block.place is Place.HOST
             self._spiller.spill(blocks)
 
     def fetch(self, blocks: Sequence[Block]) -> None:
         """Starts to read blocks that are on disk into host memory, as soon as that has room."""
         if self._spiller is not None:
+            for block in blocks:
+                block.rising |= block.below_host
+                block.sinking = False
             self._spiller.fetch(blocks)
 
     def poll(self) -> None:
@@ -170,9 +181,11 @@ class BlockStore:
                         self._spiller.wanted[block] = None
         finally:
             self._copies.reload(moves, tensors, stream)
+            self.blocks.resident += sum([block.nbytes for block, _ in moves])
             if self._spiller is not None:
                 for block, _ in moves:
                     self._spiller.drop(block)
+                    block.sinking = block.rising = False
         if self._spiller is not None:
             self._spiller.fetch_wanted(anew=True)
 
@@ -205,6 +218,8 @@ class BlockStore:
         if block.host is not None or self._spiller is not None:
             self._leave_host(block)
         self._free_device(block)
+        if block.place in ON_DEVICE:
+            self.blocks.resident -= block.nbytes
         block.place = Place.GONE
         del self.blocks.by_key[block.key]
 
@@ -265,6 +280,7 @@ class BlockStore:
         block.unwanted = block.ticket
         self._leave_host(block)
         block.place = Place.DEVICE
+        block.sinking = False
 
     def _leave_host(self, block: Block) -> None:
         """Neither the host bytes are needed any more nor those on disk, though a copy may still use them."""

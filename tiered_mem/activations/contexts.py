@@ -125,7 +125,7 @@ class Contexts:
             )
         silent = isinstance(self._policy, ManualPolicy | PlannedPolicy)
         stayed = Stayed(self._counters.stayed, silent=silent, replaced=replaced)
-        lacks = getattr(self._policy, "lacks", None) if min_bytes is None else None
+        lacks = self._policy.lacks if min_bytes is None else None
         return Movable(
             self._device,
             layers,

@@ -11,10 +11,11 @@ import torch
 
 from ..errors import TierFull
 from ..ground.stats import Counters
+from ..policies.places import Place
 from ..spill.disk_tier import DiskTier
 from ..spill.record_io import Piece
 from ..tiers.host_tier import HostSlot, HostTier, groups
-from .block import Block, Member, Place, Read, Shared, Stored, Write
+from .block import Block, Member, Read, Shared, Stored, Write
 
 # Operations end in about the order in which they were begun, and each look at one costs the training thread time.
 _LOOKED_AT = 8

@@ -7,7 +7,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Save, Step, Use
 from tiered_mem.policies import (
@@ -24,19 +23,17 @@ from tiered_mem.policies import (
     Release,
     Reload,
     Saved,
+    Spill,
     StepBegin,
     StepEnd,
     StepMeasured,
     Used,
 )
 from tiered_mem.policies.base import BOUNDARIES
+from tiered_mem.policies.places import Place, Placed, Places
 from tiered_mem.policies.planning import Link
 
 OUT, BACK = 0, 1
-
-
-class Place(Enum):
-    DEVICE, LEAVING, HOST, ARRIVING = range(4)
 
 
 class Queues:
@@ -111,13 +108,14 @@ class Outcome:
     log: list[tuple[Event, Sequence[Action]]] = field(default_factory=list)
 
 
-@dataclass
-class Block:
-    nbytes: int
-    graph: int
-    layer: int
-    place: Place = Place.DEVICE
-    copy: int | None = None
+class Block(Placed):
+    __slots__ = ("copy", "graph", "layer")
+
+    def __init__(self, key: int, nbytes: int, graph: int, layer: int) -> None:
+        super().__init__(key, nbytes)
+        self.graph = graph
+        self.layer = layer
+        self.copy: int | None = None
 
 
 class Machine:
@@ -141,7 +139,9 @@ class Machine:
     ) -> None:
         self.policy = policy
         self.link = link
-        self.blocks: dict[int, Block] = {}
+        self.places: Places[Block] = Places()
+        self.blocks = self.places.by_key
+        policy.follow(self.places)
         self._capacity = capacity
         self._host = host
         self._fragments = fragments
@@ -158,7 +158,7 @@ class Machine:
 
     @property
     def asks(self) -> frozenset[type[Event]]:
-        return frozenset(getattr(self.policy, "asks", ()))
+        return frozenset(self.policy.asks)
 
     def run(self, step: Step, *, lost: Sequence[int] = ()) -> Outcome:
         """Runs a step. lost: places in its code at which an instruction is left out, as after an exception.
@@ -204,7 +204,7 @@ class Machine:
         """A layer saves a block, which may be there already."""
         if key not in self.blocks:
             self.allocate(nbytes)
-            self.blocks[key] = Block(nbytes, graph, layer)
+            self.places.add(Block(key, nbytes, graph, layer))
         self.tell(Saved(graph, layer, [(key, nbytes)]))
 
     def use(self, key: int) -> None:
@@ -217,15 +217,16 @@ class Machine:
             self._reload(key, block)
         if block.place is Place.ARRIVING:
             self._wait(block)
-            block.place = Place.DEVICE
+            self.places.move(block, Place.DEVICE)
 
     def drop(self, key: int) -> None:
         """Nobody needs a block any more."""
-        block = self.blocks.pop(key)
+        block = self.blocks[key]
         if block.place is not Place.HOST:
             self.level -= block.nbytes
         if block.place in (Place.HOST, Place.LEAVING):
             self.on_host -= block.nbytes
+        self.places.remove(block)
         self.tell(Dropped([key]))
 
     def tell(self, event: Event) -> None:
@@ -244,7 +245,7 @@ class Machine:
         for block in self.blocks.values():  # copies of an earlier step have ended
             block.copy = None
             if block.place is Place.ARRIVING:
-                block.place = Place.DEVICE
+                self.places.move(block, Place.DEVICE)
         self._now = 0.0
         self._positions: list[float] = []
 
@@ -284,6 +285,9 @@ class Machine:
                         self._refuse(Reload(key))
                     else:
                         self._reload(key, block)
+            else:  # there is no disk, but whoever spilled a block may fetch it
+                for key in keys:
+                    self.blocks[key].sinking = kind is Spill
 
     def _offload(self, keys: Sequence[int]) -> None:
         """What leaves together is one copy."""
@@ -299,22 +303,25 @@ class Machine:
         if going:
             copy = self._queues.start(OUT, sum(block.nbytes for block in going), self._now)
             for block in going:
-                block.place, block.copy = Place.LEAVING, copy
+                self.places.move(block, Place.LEAVING)
+                block.copy = copy
 
     def _release(self, block: Block) -> None:
         if block.place is Place.LEAVING:
             self._wait(block)
-            block.place = Place.HOST
+            self.places.move(block, Place.HOST)
             self.level -= block.nbytes
 
     def _reload(self, key: int, block: Block) -> None:
         if block.place is Place.LEAVING:
-            block.place = Place.DEVICE
+            self.places.move(block, Place.DEVICE)
             self.on_host -= block.nbytes
         elif block.place is Place.HOST:
             self.allocate(block.nbytes)
             self.on_host -= block.nbytes
-            block.place, block.copy = Place.ARRIVING, self._queues.start(BACK, block.nbytes, self._now)
+            self.places.move(block, Place.ARRIVING)
+            block.sinking = False
+            block.copy = self._queues.start(BACK, block.nbytes, self._now)
 
     def _refuse(self, action: Action) -> None:
         if Refused in self.asks:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tiered_mem.policies import Action, Event, Offload, Release, Reload, Used
+from tiered_mem.policies import Action, Event, Offload, Policy, Release, Reload, Used
 from tiered_mem.policies.planning import Plan, Profile
 
 
-class Played:
+class Played(Policy):
     """Plays a plan once. The keys of the blocks are their numbers."""
 
     asks = (Used,)
@@ -23,9 +23,6 @@ class Played:
         for b in sorted(plan.reload, key=profile.used.__getitem__):
             self._actions[plan.reload[b]].append(Reload(b))
         self._position = -1
-
-    def check(self, num_layers: int) -> None:
-        """Suits the step that it was made for."""
 
     def decide(self, event: Event) -> Sequence[Action]:
         self._position += 1
