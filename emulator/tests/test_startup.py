@@ -9,7 +9,7 @@ from pathlib import Path
 import ascend_emulator
 import pytest
 from ascend_emulator import EmulatorError
-from ascend_emulator.sizes import parse_bytes, parse_rate
+from ascend_emulator.options import parse_bytes, parse_rate
 
 from emulator.tests.launch import EMULATOR, run, write_script
 
