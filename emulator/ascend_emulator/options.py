@@ -1,4 +1,4 @@
-"""What the emulated device is to be like: checked, and handed on in environment variables."""
+"""The options of the emulated device: checked, and handed on in environment variables."""
 
 import math
 import re
