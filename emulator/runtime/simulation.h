@@ -2,8 +2,8 @@
 //
 // The host's time moves only by its own calls: each costs something, and a wait lasts until the end of what is waited
 // for. What the host issues later begins later. So all that happens up to the host's time follows from what was issued
-// by then, and is worked out when the host calls: from the order of its calls alone, never from when threads run. What
-// the devices make of it is the ModelledDevices's.
+// by then, and is worked out when the host calls: from the order of its calls alone, never from when threads run.
+// ModelledDevices works out the devices' part.
 #pragma once
 
 #include "modelled_devices.h"
