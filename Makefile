@@ -14,7 +14,7 @@ DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_p
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
 # has it. And what starts processes of its own says in which schedule.
 ONCE := $(addprefix --ignore=emulator/tests/test_,kernels.py gradients.py fused_operators.py training_set.py \
-          link.py profilers.py clock.py clock_files.py clock_kernels.py modelled_drives.py published.py \
+          link.py profilers.py clock.py clock_files.py clock_kernels.py modelled_drives.py \
           dry_reads.py dry_routing.py hccl.py hccl_clock.py hccl_jobs.py hccl_mistakes.py) \
         --ignore=tests/emulated \
         $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \

@@ -1,4 +1,4 @@
-"""Makes the README's table of the operators that common training calls, and where the emulated NPU runs them.
+"""Makes the table in docs/operators.md: what operators common training calls, and where the emulated NPU runs them.
 
     python -m ascend_emulator emulator/coverage.py [--write]
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from emulator.tests import library_models
 from emulator.tests.training_set import TRAINING_SET
 
-README = Path(__file__).parent / "README.md"
+PAGE = Path(__file__).parent / "docs" / "operators.md"
 BEGIN, END = "<!-- coverage.py -->\n", "<!-- end of coverage.py -->\n"
 
 
@@ -120,16 +120,16 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def table_in(readme: str) -> str:
-    return readme.partition(BEGIN)[2].partition(END)[0]
+def table_in(page: str) -> str:
+    return page.partition(BEGIN)[2].partition(END)[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The operators that common training calls, and where they run.")
-    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/operators.md")
     if parser.parse_args().write:
-        readme = README.read_text()
-        README.write_text(readme.replace(BEGIN + table_in(readme) + END, BEGIN + table() + END))
+        page = PAGE.read_text()
+        PAGE.write_text(page.replace(BEGIN + table_in(page) + END, BEGIN + table() + END))
     else:
         print(table(), end="")
 

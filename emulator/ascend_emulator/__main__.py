@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from ascend_emulator.children import STARTED_BY
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.hardware import real_cann, usable_cuda
 from ascend_emulator.races import Race, races
-from ascend_emulator.startup import start
+from ascend_emulator.startup import STARTED_BY, start
 
 RACES_FOUND = 66
 

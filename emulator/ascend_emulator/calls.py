@@ -1,10 +1,12 @@
-"""Operators, and what a call of one is about: which device, and which of its arguments it writes."""
+"""Operators: found by name, their kernels on the NPU, and for a call its device and the tensors that it writes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.library import Library
 from torch.utils._pytree import tree_leaves
 
 
@@ -17,6 +19,17 @@ def find(name: str) -> OpOverload | None:
     packet = getattr(getattr(torch.ops, namespace), base, None)
     operator = getattr(packet, overload or "default", None)
     return operator if isinstance(operator, OpOverload) else None
+
+
+def npu_kernel(operator: OpOverload) -> Callable[..., Any]:
+    """The kernel that it has on the NPU now."""
+    kernel = torch.library.get_kernel(operator, "PrivateUse1")
+    return partial(kernel.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1))
+
+
+def replace(library: Library, operator: OpOverload, kernel: Callable[..., Any], key: str = "PrivateUse1") -> None:
+    """Gives it another kernel, on the NPU unless the dispatch key is another's. library: one for its namespace."""
+    library.impl(operator, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
 
 
 def device_of(arguments: Any) -> torch.device:

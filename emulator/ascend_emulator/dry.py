@@ -18,11 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ascend_emulator.calls import device_of, find, written_arguments
+from ascend_emulator.calls import device_of, find, npu_kernel, replace, written_arguments
 from ascend_emulator.routing import Answer, UniformRouting
 from ascend_emulator.runtime import runtime
-
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
 
 class DryRun:
@@ -72,7 +70,7 @@ class DryRun:
         """Takes over what torch_npu would send to the CPU, and what the host reads. library: one for aten."""
         for name in _without_npu_kernel():
             if (operator := find(name)) is not None:
-                library.impl(operator, self.without_kernel(operator), "PrivateUse1")  # type: ignore[no-untyped-call]
+                replace(library, operator, self.without_kernel(operator))
         # Printing a tensor would select from it what is not 0.
         show: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
         torch._tensor_str._tensor_str = lambda tensor, indent: show(tensor.cpu(), indent)
@@ -80,18 +78,15 @@ class DryRun:
         if self._routing is not None:
             self._routing.install(library)
         else:
-            grouped = torch.ops.aten._grouped_mm.default
-            library.impl(grouped, _refuse_groups, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+            replace(library, torch.ops.aten._grouped_mm.default, _refuse_groups)
         if self._value == 0:
             return
-        unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
         for operator, made in (
             (torch.ops.aten._local_scalar_dense.default, self._item),
             (torch.ops.aten.copy_.default, self._copy),
-            (unscale, self._unscale),
+            (torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, self._unscale),
         ):
-            native = torch.library.get_kernel(operator, "PrivateUse1")
-            library.impl(operator, made(native), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+            replace(library, operator, made(npu_kernel(operator)))
 
     def _routed(self, operator: OpOverload) -> Answer | None:
         if self._routing is None:
@@ -102,26 +97,26 @@ class DryRun:
         }
         return answers.get(operator)
 
-    def _item(self, native: Any) -> Callable[..., Any]:
+    def _item(self, native: Callable[..., Any]) -> Callable[..., Any]:
         def item(tensor: torch.Tensor) -> Any:
-            native.call_boxed(_KEYS, tensor)  # which waits for it
+            native(tensor)  # which waits for it
             return self._number(tensor)
 
         return item
 
-    def _copy(self, native: Any) -> Callable[..., Any]:
+    def _copy(self, native: Callable[..., Any]) -> Callable[..., Any]:
         def copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-            native.call_boxed(_KEYS, to, source, non_blocking)
+            native(to, source, non_blocking)
             if to.device.type == "cpu" and not to.is_pinned():
                 to.fill_(self._number(source))
             return to
 
         return copy
 
-    def _unscale(self, native: Any) -> Callable[..., Any]:
+    def _unscale(self, native: Callable[..., Any]) -> Callable[..., Any]:
         def unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
             self._never[found_inf] = True
-            native.call_boxed(_KEYS, grads, found_inf, inverse_scale)
+            native(grads, found_inf, inverse_scale)
 
         return unscale
 

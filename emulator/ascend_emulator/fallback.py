@@ -25,7 +25,7 @@ from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ascend_emulator.aclop_formulas import format_cast, format_cast_
-from ascend_emulator.calls import device_of, find, written_arguments
+from ascend_emulator.calls import device_of, find, npu_kernel, replace, written_arguments
 from ascend_emulator.dry import DryRun
 from ascend_emulator.formulas import FORMULAS
 from ascend_emulator.native_ops import native_operators
@@ -49,8 +49,7 @@ def install(dry: DryRun | None) -> None:
                 None if operator is None else _replacement(name, operator, key, native_if.get(name), without_kernel)
             )
             if operator is not None and kernel is not None:
-                library = libraries[operator.namespace]
-                library.impl(operator, kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
+                replace(libraries[operator.namespace], operator, kernel, key)
     same = {name: find(same) for name, same in _SAME_AS.items()}
     for name, kernel in (same | FORMULAS).items():
         library = libraries[name.partition("::")[0]]
@@ -136,13 +135,10 @@ def _replacement(
 def _choice(
     operator: OpOverload, is_native: Callable[..., bool], otherwise: Callable[..., Any]
 ) -> Callable[..., Any]:
-    native = torch.library.get_kernel(operator, "PrivateUse1")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    native = npu_kernel(operator)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if is_native(*args, **kwargs):
-            return native.call_boxed(keys, *args, **kwargs)
-        return otherwise(*args, **kwargs)
+        return (native if is_native(*args, **kwargs) else otherwise)(*args, **kwargs)
 
     return run
 

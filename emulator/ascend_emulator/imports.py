@@ -1,14 +1,15 @@
-"""Completes torch_npu as it is imported: the kernel library before it, the CPU fallback after it."""
+"""Completes torch_npu as it is imported: the kernel library before it, the CPU fallback and refusals after it."""
 
 import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any, NoReturn
 
 from ascend_emulator.options import Options
 from ascend_emulator.races import name_places
@@ -18,7 +19,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class TorchNpuFinder(MetaPathFinder):
-    """Finds torch_npu where Python would, and lends it a loader that does the two extra steps."""
+    """Finds torch_npu where Python would, and lends it a loader that does the extra steps."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -47,11 +48,10 @@ class _TorchNpuLoader(Loader):
         # These import torch, which start() must precede.
         from ascend_emulator.dry import DryRun
         from ascend_emulator.fallback import install
-        from ascend_emulator.unsupported import install_refusals
 
         options = Options.inherited(os.environ)
         install(DryRun(options.dry_value, options.dry_routing == "uniform") if options.dry else None)
-        install_refusals(module)
+        _refuse_what_is_not_emulated(module)
         if options.host_operators:
             ctypes.CDLL(str(WATCH)).ascend_emulator_watch_operators()
         if runtime().ascend_emulator_watches_races():
@@ -77,3 +77,27 @@ def _import_torch() -> None:
         os.environ.pop(_AUTOLOAD)
         if before is not None:
             os.environ[_AUTOLOAD] = before
+
+
+def _refuse_what_is_not_emulated(torch_npu: ModuleType) -> None:
+    """Refuses graphs as their capture begins, and keeps operators on the aclnn way in spite of jit_compile=True."""
+    native = torch_npu._C
+    native._NPUGraph.capture_begin = _refuse_capture
+    native._npu_setOption = _with_aclnn(native._npu_setOption)
+
+
+def _refuse_capture(*args: Any, **kwargs: Any) -> NoReturn:
+    # torch_npu would route memory to the graph's own pool first, and go on to do so after the runtime's error.
+    raise NotImplementedError("the emulated NPU captures no graphs")
+
+
+def _with_aclnn(set_option: Callable[[dict[str, str]], None]) -> Callable[[dict[str, str]], None]:
+    """jit_compile=True sends operators to aclop, which compiles kernels as only CANN can; both compute the same."""
+
+    def set_and_stay(option: dict[str, str]) -> None:
+        set_option(option)
+        if "jitCompile" in option:
+            # Says what operators do when they are called, and leaves is_jit_compile_false() as the program has it.
+            set_option({"jitCompileInit": "disable"})
+
+    return set_and_stay

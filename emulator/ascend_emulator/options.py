@@ -1,19 +1,24 @@
-"""What the emulated device is to be like: checked, and handed on in environment variables."""
+"""The options of the emulated device: checked, and handed on in environment variables."""
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.faults import Fault
 from ascend_emulator.machines import figures, parse_chip, parse_server
-from ascend_emulator.sizes import parse_bytes, parse_limit, parse_rate
 
 # What can be chosen from outside for a program that does not choose it itself.
 FROM_OUTSIDE = ("schedule", "seed", "races", "timeline", "clock", "server", "dry", "dry_value", "dry_routing")
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,31 @@ class Options:
     def environment(self) -> dict[str, str]:
         """The variables for the runtime and for child processes: all of them, for a parent's may be there."""
         return {_variable(each.name): _text(getattr(self, each.name)) for each in fields(self)}
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes, at least 1, from an int or a string such as "2GiB" or "4GB"."""
+    nbytes = _parse_size(size)
+    if nbytes < 1:
+        raise EmulatorError(f"a size must be at least 1 byte, not {size!r}")
+    return nbytes
+
+
+def parse_limit(size: int | str) -> int:
+    """A number of bytes; 0 stands for no limit."""
+    return _parse_size(size)
+
+
+def parse_rate(rate: int | str) -> int:
+    """Bytes per second, from an int or a string such as "4GB/s"; 0 stands for no limit."""
+    return _parse_size(rate, per="(?:/s)?")
+
+
+def _parse_size(size: int | str, per: str = "") -> int:
+    match = re.fullmatch(rf"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*){per}\s*", str(size))
+    if match is None or match[2] not in _UNITS:
+        raise EmulatorError(f'{size!r} is not a size; write it like 4096, "512MiB", "2GB" or "4GB/s"')
+    return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
 def _variable(name: str) -> str:

@@ -6,10 +6,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.library import Library
 
+from ascend_emulator.calls import npu_kernel, replace
+
 # What an operator gives, or None where that is not known.
 Answer: TypeAlias = Callable[..., torch.Tensor | None]
-
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
 
 class UniformRouting:
@@ -30,8 +30,7 @@ class UniformRouting:
             (torch.ops.aten.topk.default, self._topk),
             (torch.ops.aten._grouped_mm.default, self._grouped_mm),
         ):
-            kernel = made(torch.library.get_kernel(operator, "PrivateUse1"))
-            library.impl(operator, kernel, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+            replace(library, operator, made(npu_kernel(operator)))
 
     def nonzero(self, mask: torch.Tensor) -> torch.Tensor | None:
         """The indices, of which there are as many as uniform routing makes; None where the mask is another's.
@@ -58,17 +57,17 @@ class UniformRouting:
         dtype = torch.int64 if weights is None else torch.float64
         return torch.empty(max(minlength, self._experts), dtype=dtype, device=choices.device)
 
-    def _topk(self, native: Any) -> Callable[..., Any]:
+    def _topk(self, native: Callable[..., Any]) -> Callable[..., Any]:
         def topk(
             scores: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            values, indices = native.call_boxed(_KEYS, scores, k, dim, largest, sorted)
+            values, indices = native(scores, k, dim, largest, sorted)
             self._experts, self._choices, self._asked = scores.size(dim), indices.numel(), 0
             return values, indices
 
         return topk
 
-    def _grouped_mm(self, products: Any) -> Callable[..., Any]:
+    def _grouped_mm(self, products: Callable[..., Any]) -> Callable[..., Any]:
         """products: PyTorch's own, one product for each group. It asks the device where the groups end."""
 
         def grouped_mm(
@@ -85,6 +84,6 @@ class UniformRouting:
                 groups = offs.numel()
                 ends = offs.cpu()  # which waits for the device, as PyTorch does
                 ends.copy_(torch.tensor([shared * (group + 1) // groups for group in range(groups)]))
-            return products.call_boxed(_KEYS, first, second, ends, bias, out_dtype)
+            return products(first, second, ends, bias, out_dtype)
 
         return grouped_mm

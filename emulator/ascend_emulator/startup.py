@@ -1,5 +1,6 @@
-"""Starts the emulated device in this process."""
+"""Starts the emulated device in this process, hands it on to child processes, and reports when the process ends."""
 
+import atexit
 import ctypes
 import os
 import sys
@@ -8,17 +9,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from ascend_emulator.children import hand_on, is_child
-from ascend_emulator.ending import finish_at_exit
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.faults import Fault, clear_faults, inject
 from ascend_emulator.hardware import real_cann
 from ascend_emulator.imports import TorchNpuFinder
-from ascend_emulator.options import Options
+from ascend_emulator.options import Options, parse_bytes, parse_limit, parse_rate
+from ascend_emulator.races import races as races_found
 from ascend_emulator.runtime import KERNELS, LIBRARIES, WATCH, runtime
-from ascend_emulator.sizes import parse_bytes, parse_limit, parse_rate
+from ascend_emulator.timeline import write_trace
 
 KNOWN_TORCH_NPU = ("2.13.0",)
+# A folder for PYTHONPATH.
+CHILD = Path(__file__).parent / "child"
+# The process whose options are in the environment. Without this variable a child is left alone.
+STARTED_BY = "ASCEND_EMULATOR_STARTED_BY"
 
 
 def start(
@@ -132,8 +136,11 @@ def _begin(options: Options) -> None:
     for fault in options.faults:
         inject(fault)
     runtime().ascend_emulator_keep_timeline(int(options.timeline is not None))
-    finish_at_exit(options, child=is_child(os.environ))
-    hand_on(os.environ)
+    atexit.unregister(_finish)  # of an earlier start
+    pid = os.getpid()
+    is_child = os.environ.setdefault(STARTED_BY, str(pid)) != str(pid)
+    atexit.register(_finish, options, is_child, pid)
+    _hand_on_to_children()
     if not any(isinstance(finder, TorchNpuFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, TorchNpuFinder())
 
@@ -161,3 +168,34 @@ def _libraries() -> list[Path]:
         if not path.exists():
             raise EmulatorError(f"{path} is not built; run `make -C {LIBRARIES.parent.parent}`")
     return libraries
+
+
+def _hand_on_to_children() -> None:
+    """Makes Python run child/sitecustomize.py at the start of every process that this one starts."""
+    path = os.environ.get("PYTHONPATH")
+    folders = path.split(os.pathsep) if path else []
+    others = [folder for folder in folders if folder != str(CHILD)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD), *others])
+
+
+def _finish(options: Options, is_child: bool, pid: int) -> None:
+    """Writes the timeline. A child also prints its races, which the parent does not see."""
+    if os.getpid() != pid:  # forked off; the device is not its
+        return
+    if options.timeline is not None:
+        _write_timeline(_own(options.timeline) if is_child else options.timeline)
+    if options.races and is_child:
+        for race in races_found():
+            print(race, file=sys.stderr)
+
+
+def _own(path: Path) -> Path:
+    """trace.json becomes trace.1234.json in process 1234."""
+    return path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
+
+
+def _write_timeline(path: Path) -> None:
+    try:
+        write_trace(path)
+    except OSError as error:
+        print(f"ascend_emulator: the timeline cannot be written: {error}", file=sys.stderr)

@@ -21,18 +21,18 @@ class Attendant {
   Attendant(const Attendant&) = delete;
   Attendant& operator=(const Attendant&) = delete;
 
-  // Whoever wants that step of the party wants the stream to come to the mark.
-  void promise(const Party& party, uint64_t step, std::shared_ptr<Mark> mark);
+  // Whoever wants that step of the party wants the stream to come to the point.
+  void promise(const Party& party, uint64_t step, std::shared_ptr<StreamPoint> point);
 
  private:
   struct Promise {
     const Party* party;
     uint64_t step;
-    std::shared_ptr<Mark> mark;
+    std::shared_ptr<StreamPoint> point;
   };
 
   void run();
-  std::deque<std::shared_ptr<Mark>> due();
+  std::deque<std::shared_ptr<StreamPoint>> due();
 
   Board& board_;
   std::mutex mutex_;

@@ -5,9 +5,9 @@
 // leave behind, and does not count against the size of /dev/shm. Pages that nobody has touched cost nothing.
 #pragma once
 
-#include "slip.h"
+#include "signature.h"
 
-#include "../runtime/meeting.h"
+#include "../runtime/work.h"
 
 #include <atomic>
 #include <chrono>
@@ -39,7 +39,7 @@ struct Party {
   std::atomic<uint64_t> last_count;
   std::atomic<uint64_t> step;         // by the stream: the last one done
   std::atomic<uint64_t> wanted;       // by others: the step that they wait for
-  Slip slips[kTrays];
+  Signature signatures[kTrays];
   Stop stops[kStops];
 };
 

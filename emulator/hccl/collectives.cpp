@@ -59,14 +59,14 @@ Parts uneven_parts(const void* counts, const void* starts, uint32_t ranks) {
   return {{first_count, first_count + ranks}, {first_start, first_start + ranks}};
 }
 
-HcclResult all_to_all(const char* function, Communicator& communicator, Slip slip, const void* send, const Parts& sent,
-                      const void* receive, const Parts& received, aclrtStream stream) {
-  std::copy(sent.counts.begin(), sent.counts.end(), slip.counts);
-  const size_t size = size_of(slip.dtype);
+HcclResult all_to_all(const char* function, Communicator& communicator, Signature signature, const void* send,
+                      const Parts& sent, const void* receive, const Parts& received, aclrtStream stream) {
+  std::copy(sent.counts.begin(), sent.counts.end(), signature.counts);
+  const size_t size = size_of(signature.dtype);
   const std::vector<Range> gets = received.ranges(receive, size);
   const auto take = [gets, size, function = std::string(function), me = communicator.rank()](Trays trays) {
     for (size_t rank = 0; rank < trays.parties(); ++rank) {
-      const uint64_t* counts = trays.slip(rank).counts;
+      const uint64_t* counts = trays.signature(rank).counts;
       if (counts[me] * size != gets[rank].nbytes) {
         throw std::runtime_error(function + ": rank " + std::to_string(rank) + " sends " + std::to_string(counts[me]) +
                                  " elements to rank " + std::to_string(me) + ", which expects " +
@@ -77,7 +77,7 @@ HcclResult all_to_all(const char* function, Communicator& communicator, Slip sli
       std::memcpy(const_cast<void*>(gets[rank].begin), trays.of(rank) + before * size, gets[rank].nbytes);
     }
   };
-  return communicator.collective(function, stream, slip, sent.ranges(send, size), gets, take);
+  return communicator.collective(function, stream, signature, sent.ranges(send, size), gets, take);
 }
 
 }  // namespace
@@ -88,8 +88,8 @@ HCCL_EXPORT HcclResult HcclAllReduce(void* send, void* receive, uint64_t count, 
   if (const HcclResult code = refusal("HcclAllReduce", communicator, dtype, true); code != HCCL_SUCCESS) return code;
   const size_t nbytes = count * size_of(dtype);
   const auto take = [=](Trays trays) { reduce_trays(trays, 0, receive, count, dtype, op); };
-  const Slip slip{.kind = Kind::all_reduce, .dtype = dtype, .op = op, .count = count};
-  return communicator->collective("HcclAllReduce", stream, slip, {{send, nbytes}}, {{receive, nbytes}}, take);
+  const Signature signature{.kind = Kind::all_reduce, .dtype = dtype, .op = op, .count = count};
+  return communicator->collective("HcclAllReduce", stream, signature, {{send, nbytes}}, {{receive, nbytes}}, take);
 }
 
 HCCL_EXPORT HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType dtype, HcclReduceOp op,
@@ -101,8 +101,9 @@ HCCL_EXPORT HcclResult HcclReduce(void* send, void* receive, uint64_t count, Hcc
   const auto take = [=](Trays trays) {
     if (mine) reduce_trays(trays, 0, receive, count, dtype, op);
   };
-  const Slip slip{.kind = Kind::reduce, .dtype = dtype, .op = op, .root = root, .count = count};
-  return communicator->collective("HcclReduce", stream, slip, {{send, nbytes}}, {{receive, mine ? nbytes : 0}}, take);
+  const Signature signature{.kind = Kind::reduce, .dtype = dtype, .op = op, .root = root, .count = count};
+  return communicator->collective("HcclReduce", stream, signature, {{send, nbytes}}, {{receive, mine ? nbytes : 0}},
+                                  take);
 }
 
 HCCL_EXPORT HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType dtype, uint32_t root, HcclComm handle,
@@ -114,8 +115,8 @@ HCCL_EXPORT HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType 
   const auto take = [=](Trays trays) {
     if (!mine) std::memcpy(buffer, trays.of(root), nbytes);
   };
-  const Slip slip{.kind = Kind::broadcast, .dtype = dtype, .root = root, .count = count};
-  return communicator->collective("HcclBroadcast", stream, slip, {{buffer, mine ? nbytes : 0}},
+  const Signature signature{.kind = Kind::broadcast, .dtype = dtype, .root = root, .count = count};
+  return communicator->collective("HcclBroadcast", stream, signature, {{buffer, mine ? nbytes : 0}},
                                   {{buffer, mine ? 0 : nbytes}}, take);
 }
 
@@ -126,9 +127,9 @@ HCCL_EXPORT HcclResult HcclScatter(void* send, void* receive, uint64_t count, Hc
   const size_t nbytes = count * size_of(dtype);
   const uint32_t me = communicator->rank();
   const auto take = [=](Trays trays) { std::memcpy(receive, trays.of(root) + me * nbytes, nbytes); };
-  const Slip slip{.kind = Kind::scatter, .dtype = dtype, .root = root, .count = count};
+  const Signature signature{.kind = Kind::scatter, .dtype = dtype, .root = root, .count = count};
   const size_t given = me == root ? nbytes * communicator->ranks() : 0;
-  return communicator->collective("HcclScatter", stream, slip, {{send, given}}, {{receive, nbytes}}, take);
+  return communicator->collective("HcclScatter", stream, signature, {{send, given}}, {{receive, nbytes}}, take);
 }
 
 HCCL_EXPORT HcclResult HcclAllGather(void* send, void* receive, uint64_t count, HcclDataType dtype, HcclComm handle,
@@ -141,8 +142,8 @@ HCCL_EXPORT HcclResult HcclAllGather(void* send, void* receive, uint64_t count, 
       std::memcpy(bytes(receive) + rank * nbytes, trays.of(rank), nbytes);
     }
   };
-  const Slip slip{.kind = Kind::all_gather, .dtype = dtype, .count = count};
-  return communicator->collective("HcclAllGather", stream, slip, {{send, nbytes}},
+  const Signature signature{.kind = Kind::all_gather, .dtype = dtype, .count = count};
+  return communicator->collective("HcclAllGather", stream, signature, {{send, nbytes}},
                                   {{receive, nbytes * communicator->ranks()}}, take);
 }
 
@@ -153,8 +154,8 @@ HCCL_EXPORT HcclResult HcclReduceScatter(void* send, void* receive, uint64_t cou
   const size_t nbytes = count * size_of(dtype);
   const size_t mine = communicator->rank() * nbytes;
   const auto take = [=](Trays trays) { reduce_trays(trays, mine, receive, count, dtype, op); };
-  const Slip slip{.kind = Kind::reduce_scatter, .dtype = dtype, .op = op, .count = count};
-  return communicator->collective("HcclReduceScatter", stream, slip, {{send, nbytes * communicator->ranks()}},
+  const Signature signature{.kind = Kind::reduce_scatter, .dtype = dtype, .op = op, .count = count};
+  return communicator->collective("HcclReduceScatter", stream, signature, {{send, nbytes * communicator->ranks()}},
                                   {{receive, nbytes}}, take);
 }
 

@@ -63,17 +63,18 @@ Communicator::Communicator(const RootInfo& root, uint32_t ranks, uint32_t rank, 
 }
 
 Communicator::~Communicator() {
-  if (last_mark_) finish(*last_mark_);
+  if (last_point_) finish(*last_point_);
   board_->leave();
   give_device_memory(device_, buffer_bytes_);
 }
 
-HcclResult Communicator::collective(const char* function, aclrtStream stream, Slip slip, std::vector<Range> gives,
-                                    std::vector<Range> gets, std::function<void(Trays)> take) {
+HcclResult Communicator::collective(const char* function, aclrtStream stream, Signature signature,
+                                    std::vector<Range> gives, std::vector<Range> gets,
+                                    std::function<void(Trays)> take) {
   const double nbytes = static_cast<double>(std::max(total(gives), total(gets)));
-  const Work work{.unit = Unit::ring, .nbytes = bytes_on_the_way(slip.kind, nbytes, ranks_), .ranks = ranks_};
+  const Work work{.unit = Unit::ring, .nbytes = bytes_on_the_way(signature.kind, nbytes, ranks_), .ranks = ranks_};
   return put(function, stream,
-             {{board_->everybody(), rank_, slip, without_empty(std::move(gives)), without_empty(std::move(gets)),
+             {{board_->everybody(), rank_, signature, without_empty(std::move(gives)), without_empty(std::move(gets)),
                std::move(take)}},
              work);
 }
@@ -91,7 +92,8 @@ HcclResult Communicator::transfers(const char* function, aclrtStream stream, con
   Work work{.unit = Unit::ring, .ranks = 2};
   for (const auto& [_, message] : messages) {
     legs.push_back(leg_of(message));
-    work.nbytes = std::max(work.nbytes, static_cast<double>(legs.back().slip.count * size_of(legs.back().slip.dtype)));
+    const Signature& signature = legs.back().signature;
+    work.nbytes = std::max(work.nbytes, static_cast<double>(signature.count * size_of(signature.dtype)));
   }
   return legs.empty() ? HCCL_SUCCESS : put(function, stream, std::move(legs), work);
 }
@@ -101,9 +103,11 @@ Leg Communicator::leg_of(const std::vector<Transfer>& message) const {
   std::vector<Range> ranges;
   for (const Transfer& each : message) ranges.push_back({each.buffer, each.count * size_of(each.dtype)});
   ranges = without_empty(std::move(ranges));
-  Slip slip{.kind = Kind::transfer, .dtype = first.dtype, .count = first.count};
-  if (message.size() > 1) slip = {.kind = Kind::transfer, .dtype = HCCL_DATA_TYPE_UINT8, .count = total(ranges)};
-  if (first.sends) return {.channel = board_->pair(rank_, first.peer), .party = 0, .slip = slip, .gives = ranges};
+  Signature signature{.kind = Kind::transfer, .dtype = first.dtype, .count = first.count};
+  if (message.size() > 1) signature = {.kind = Kind::transfer, .dtype = HCCL_DATA_TYPE_UINT8, .count = total(ranges)};
+  if (first.sends) {
+    return {.channel = board_->pair(rank_, first.peer), .party = 0, .signature = signature, .gives = ranges};
+  }
   const auto take = [ranges](Trays trays) {
     const char* place = trays.of(0);
     for (const Range& range : ranges) {
@@ -111,23 +115,23 @@ Leg Communicator::leg_of(const std::vector<Transfer>& message) const {
       place += range.nbytes;
     }
   };
-  return {.channel = board_->pair(first.peer, rank_), .party = 1, .slip = slip, .gets = ranges, .take = take};
+  return {.channel = board_->pair(first.peer, rank_), .party = 1, .signature = signature, .gets = ranges, .take = take};
 }
 
 HcclResult Communicator::put(const std::string& function, aclrtStream stream, std::vector<Leg> legs, Work work) {
   for (Leg& leg : legs) {
-    leg.slip.given = total(leg.gives);
-    if (leg.slip.given > kTray) {
-      return refuse(HCCL_E_NOT_SUPPORT, function + ": " + std::to_string(leg.slip.given) +
+    leg.signature.given = total(leg.gives);
+    if (leg.signature.given > kTray) {
+      return refuse(HCCL_E_NOT_SUPPORT, function + ": " + std::to_string(leg.signature.given) +
                                             " bytes of one rank; emulated are " + std::to_string(kTray));
     }
   }
   std::lock_guard lock(issuing_);
   for (Leg& leg : legs) {
     Party& mine = leg.channel.parties[leg.party];
-    mine.last_kind = leg.slip.kind;
-    mine.last_dtype = leg.slip.dtype;
-    mine.last_count = leg.slip.count;
+    mine.last_kind = leg.signature.kind;
+    mine.last_dtype = leg.signature.dtype;
+    mine.last_count = leg.signature.count;
     leg.number = ++mine.called;
   }
   const HcclResult code = submit_both(function, stream, legs, work);
@@ -141,19 +145,18 @@ HcclResult Communicator::put(const std::string& function, aclrtStream stream, st
 HcclResult Communicator::submit_both(const std::string& function, aclrtStream stream, const std::vector<Leg>& legs,
                                      Work work) {
   const auto exchange = std::make_shared<Exchange>(board_, legs, patience_);
-  const auto laid_out = std::make_shared<Mark>();
-  const auto taken = std::make_shared<Mark>();
+  const auto laid_out = std::make_shared<StreamPoint>();
+  const auto taken = std::make_shared<StreamPoint>();
   Operation lay{.name = function + " (reads)", .reads = {}, .writes = {}, .body = [exchange] { exchange->lay_out(); }};
   Operation take{.name = function, .reads = {}, .writes = {}, .body = [exchange] { exchange->take(); }};
   for (const Leg& leg : legs) {
     lay.reads.insert(lay.reads.end(), leg.gives.begin(), leg.gives.end());
     take.writes.insert(take.writes.end(), leg.gets.begin(), leg.gets.end());
   }
-  if (last_mark_ && last_stream_ != stream) lay.awaits = last_mark_;
+  if (last_point_ && last_stream_ != stream) lay.awaits = last_point_;
   lay.reaches = laid_out;
   lay.work = {.unit = Unit::none};
-  take.gate = exchange;
-  take.meeting = exchange;
+  take.joint = exchange;
   take.reaches = taken;
   take.work = work;
   take.own_call = false;
@@ -161,7 +164,7 @@ HcclResult Communicator::submit_both(const std::string& function, aclrtStream st
   for (const Leg& leg : legs) attendant_.promise(leg.channel.parties[leg.party], 2 * leg.number - 1, laid_out);
   if (submit(stream, std::move(take)) != ACL_SUCCESS) return HCCL_E_RUNTIME;
   last_stream_ = stream;
-  last_mark_ = taken;
+  last_point_ = taken;
   return HCCL_SUCCESS;
 }
 

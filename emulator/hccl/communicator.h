@@ -39,7 +39,7 @@ class Communicator {
   std::string failure() const { return board_->failure(); }
 
   // All ranks together. See Leg for what is given and taken.
-  HcclResult collective(const char* function, aclrtStream stream, Slip slip, std::vector<Range> gives,
+  HcclResult collective(const char* function, aclrtStream stream, Signature signature, std::vector<Range> gives,
                         std::vector<Range> gets, std::function<void(Trays)> take);
   // All of these at once, each with its peer. Those with the same peer are one message: it must batch them alike.
   HcclResult transfers(const char* function, aclrtStream stream, const std::vector<Transfer>& transfers);
@@ -59,7 +59,7 @@ class Communicator {
   Attendant attendant_;
   std::mutex issuing_;  // the order of the calls is that on the streams
   aclrtStream last_stream_ = nullptr;
-  std::shared_ptr<Mark> last_mark_;
+  std::shared_ptr<StreamPoint> last_point_;
 };
 
 }  // namespace emulator::hccl

@@ -34,8 +34,8 @@ std::string whereabouts(const Leg& leg, const Party& party) {
 }
 
 std::string in_words(const Leg& leg) {
-  std::string text = in_words(leg.slip) + ", operation " + std::to_string(leg.number);
-  if (leg.slip.kind == Kind::transfer) {
+  std::string text = in_words(leg.signature) + ", operation " + std::to_string(leg.number);
+  if (leg.signature.kind == Kind::transfer) {
     const auto& [from, to] = std::pair(leg.channel.ranks[0], leg.channel.ranks[1]);
     text += " from rank " + std::to_string(from) + " to rank " + std::to_string(to);
   }
@@ -57,7 +57,7 @@ void Exchange::lay_out() {
       place += range.nbytes;
     }
     Party& mine = leg.channel.parties[leg.party];
-    mine.slips[leg.number % kTrays] = leg.slip;
+    mine.signatures[leg.number % kTrays] = leg.signature;
     mine.step = laid_out(leg);
   }
   board_->changed();
@@ -78,22 +78,22 @@ void Exchange::take() {
     // Nobody begins to fill these trays anew before this rank has laid out once more.
     if (any_party({leg}, [](const Leg& each, const Party& party) { return party.step <= laid_out(each); })) continue;
     for (size_t party = 0; party < trays.parties(); ++party) {
-      Board::clear(leg.channel.tray(party, leg.number), trays.slip(party).given);
+      Board::clear(leg.channel.tray(party, leg.number), trays.signature(party).given);
     }
   }
 }
 
 void Exchange::check_agreement(const Leg& leg) const {
   for (size_t party = 0; party < leg.channel.ranks.size(); ++party) {
-    const Slip& theirs = leg.channel.parties[party].slips[leg.number % kTrays];
-    if (agree(leg.slip, theirs)) continue;
+    const Signature& theirs = leg.channel.parties[party].signatures[leg.number % kTrays];
+    if (agree(leg.signature, theirs)) continue;
     throw std::runtime_error(in_words(leg) + ", meets " + in_words(theirs) + " on " +
                              board_->name_of(leg.channel.ranks[party]) +
                              ": all ranks must call the same, in the same order, with the same sizes and types");
   }
 }
 
-bool Exchange::open() { return board_->has_failed() || !any_party(legs_, has_not_laid_out); }
+bool Exchange::ready() { return board_->has_failed() || !any_party(legs_, has_not_laid_out); }
 
 void Exchange::demand() {
   for (const Leg& leg : legs_) {
@@ -112,7 +112,7 @@ void Exchange::demand() {
 void Exchange::wait() {
   for (;;) {
     const uint32_t before = board_->changes();
-    if (open()) return;
+    if (ready()) return;
     demand();
     board_->sleep(before);
   }

@@ -2,15 +2,14 @@
 // these two. On a stream it is two operations:
 //
 //   lay out   puts what this rank gives into its tray, and never waits for another rank
-//   take      behind a gate that opens when all ranks have laid out: reads the trays, and writes the result
+//   take      waits until all ranks have laid out, reads the trays, and writes the result
 //
-// So a schedule that runs one operation at a time can run these too: it leaves alone whose gate is shut. In modelled
+// So a schedule that runs one operation at a time can run these too: it leaves alone what is not ready. In modelled
 // time all is one: it begins when the stream gets there, and ends for all ranks at once.
 #pragma once
 
 #include "board.h"
 
-#include "../runtime/gate.h"
 #include "../runtime/operation.h"
 
 #include <functional>
@@ -28,7 +27,7 @@ class Trays {
   Trays(const Channel& channel, uint64_t number) : channel_(channel), number_(number) {}
 
   const char* of(size_t party) const { return channel_.tray(party, number_); }
-  const Slip& slip(size_t party) const { return channel_.parties[party].slips[number_ % kTrays]; }
+  const Signature& signature(size_t party) const { return channel_.parties[party].signatures[number_ % kTrays]; }
   size_t parties() const { return channel_.ranks.size(); }
 
  private:
@@ -40,14 +39,14 @@ class Trays {
 struct Leg {
   Channel channel;
   size_t party;                           // this rank's place there
-  Slip slip;
+  Signature signature;
   std::vector<Range> gives = {};          // they lie in the tray one behind the other
   std::vector<Range> gets = {};           // what `take` writes
   std::function<void(Trays)> take = {};   // throws std::runtime_error where ranks do not go together; may be empty
   uint64_t number = 0;                    // of the operation on that channel
 };
 
-class Exchange : public Gate, public Meeting {
+class Exchange : public JointOperation {
  public:
   // patience: how long one rank waits for another before all give up.
   Exchange(std::shared_ptr<Board> board, std::vector<Leg> legs, std::chrono::seconds patience);
@@ -56,7 +55,7 @@ class Exchange : public Gate, public Meeting {
   void lay_out();
   void take();
 
-  bool open() override;
+  bool ready() override;
   void demand() override;
   void wait() override;
   void abandon() override;

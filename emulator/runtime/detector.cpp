@@ -1,6 +1,6 @@
 #include "detector.h"
 
-#include "mark.h"
+#include "stream_point.h"
 #include "memory.h"
 #include "poison.h"
 #include "settings.h"

@@ -1,4 +1,4 @@
-// Events: a mark on one stream that other streams and the host can wait for.
+// Events: points in streams that other streams and the host can wait for.
 #include "detector.h"
 #include "fault.h"
 #include "stream.h"
@@ -11,30 +11,30 @@
 namespace emulator {
 namespace {
 
-// An event stands for its newest record. A wait keeps the mark that it was issued for, so the event may be recorded
+// An event stands for its newest record. A wait keeps the point that it was issued for, so the event may be recorded
 // again, on any stream, or destroyed while it is in use.
 class Event {
  public:
   aclError record(aclrtStream stream) {
-    auto mark = std::make_shared<Mark>();
-    Operation record{.name = "event_record", .reads = {}, .writes = {}, .body = {}, .reaches = mark};
+    auto point = std::make_shared<StreamPoint>();
+    Operation record{.name = "event_record", .reads = {}, .writes = {}, .body = {}, .reaches = point};
     const aclError code = submit(stream, std::move(record));
     if (code != ACL_SUCCESS) return code;
     // Only now, when it is queued: a wait that got in before it on the same stream would never end.
     std::lock_guard lock(mutex_);
-    newest_ = std::move(mark);
+    newest_ = std::move(point);
     return ACL_SUCCESS;
   }
 
   // Empty before the first record.
-  std::shared_ptr<Mark> newest() {
+  std::shared_ptr<StreamPoint> newest() {
     std::lock_guard lock(mutex_);
     return newest_;
   }
 
  private:
   std::mutex mutex_;
-  std::shared_ptr<Mark> newest_;
+  std::shared_ptr<StreamPoint> newest_;
 };
 
 // All events. torch_npu may use one that another thread has just destroyed; a call keeps what it has found.
@@ -83,15 +83,15 @@ bool is_watchdog() {
 }
 
 // Asked by the host. What has passed in modelled time is waited for, for the host may now look at the memory.
-bool has_passed(Mark& mark) {
-  if (!Simulation::on()) return mark.asked();
-  if (!Simulation::get().asked(mark)) return false;
-  mark.wait();
+bool has_passed(StreamPoint& point) {
+  if (!Simulation::on()) return point.asked();
+  if (!Simulation::get().asked(point)) return false;
+  point.wait();
   return true;
 }
 
 // Nothing if one of them has not been reached.
-std::optional<std::chrono::nanoseconds> time_between(Mark& first, Mark& last) {
+std::optional<std::chrono::nanoseconds> time_between(StreamPoint& first, StreamPoint& last) {
   if (Simulation::on()) {
     const auto from = Simulation::get().time_of(first);
     const auto to = Simulation::get().time_of(last);
@@ -102,8 +102,8 @@ std::optional<std::chrono::nanoseconds> time_between(Mark& first, Mark& last) {
   return last.when() - first.when();
 }
 
-void host_waited(const Mark& mark) {
-  if (Detector::on()) Detector::get().host_waited(mark.known());
+void host_waited(const StreamPoint& point) {
+  if (Detector::on()) Detector::get().host_waited(point.known());
 }
 
 }  // namespace
@@ -135,18 +135,18 @@ ACL_EXPORT aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
 ACL_EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
   const auto event = Events::all().find(handle);
   if (!event) return unknown("aclrtStreamWaitEvent");
-  const auto mark = event->newest();
-  if (!mark) return ACL_SUCCESS;
-  return submit(stream, {.name = "event_wait", .reads = {}, .writes = {}, .body = {}, .awaits = mark});
+  const auto point = event->newest();
+  if (!point) return ACL_SUCCESS;
+  return submit(stream, {.name = "event_wait", .reads = {}, .writes = {}, .body = {}, .awaits = point});
 }
 
 ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent handle) {
   const auto event = Events::all().find(handle);
   if (!event) return unknown("aclrtSynchronizeEvent");
-  if (const auto mark = event->newest()) {
-    if (Simulation::on()) Simulation::get().wait_for(*mark);
-    mark->wait();
-    host_waited(*mark);
+  if (const auto point = event->newest()) {
+    if (Simulation::on()) Simulation::get().wait_for(*point);
+    point->wait();
+    host_waited(*point);
   }
   return device_is_lost() ? lost() : ACL_SUCCESS;
 }
@@ -155,10 +155,10 @@ ACL_EXPORT aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedS
   const auto event = Events::all().find(handle);
   if (!event) return unknown("aclrtQueryEventStatus");
   if (device_is_lost()) return lost();
-  const auto mark = event->newest();
-  const bool watchdog = mark && is_watchdog();
-  const bool reached = !mark || (watchdog ? mark->reached() : has_passed(*mark));
-  if (mark && reached && !watchdog) host_waited(*mark);
+  const auto point = event->newest();
+  const bool watchdog = point && is_watchdog();
+  const bool reached = !point || (watchdog ? point->reached() : has_passed(*point));
+  if (point && reached && !watchdog) host_waited(*point);
   *status = reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }

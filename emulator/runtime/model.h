@@ -11,8 +11,6 @@
 
 namespace emulator {
 
-using Nanoseconds = int64_t;
-
 class Model {
  public:
   // figures: "memory.share=0.8;matrix.shares=2048:0.75,4096:0.86;..."

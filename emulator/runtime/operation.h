@@ -1,8 +1,7 @@
-// What a stream runs: one copy, fill, kernel or event mark, with the memory it touches.
+// What a stream runs: one copy, fill, kernel, or record or wait of an event, with the memory it touches.
 #pragma once
 
-#include "gate.h"
-#include "meeting.h"
+#include "joint_operation.h"
 #include "work.h"
 
 #include <acl/acl.h>
@@ -19,7 +18,7 @@
 
 namespace emulator {
 
-class Mark;
+class StreamPoint;
 
 inline uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
@@ -42,12 +41,11 @@ struct Operation {
   std::vector<Range> writes;
   // Runs on the stream's thread. What it throws is told at the next synchronisation.
   std::function<void()> body;
-  std::shared_ptr<Mark> awaits = nullptr;   // another stream's mark that must be reached before the body runs
-  std::shared_ptr<Mark> reaches = nullptr;  // the mark that stands behind it
-  Work work = {};                           // for modelled time
-  bool own_call = true;                     // false: issued by the same call as the one before
-  std::shared_ptr<Gate> gate = nullptr;     // other processes must have come as far before the body runs
-  std::shared_ptr<Meeting> meeting = nullptr;  // the same in modelled time
+  std::shared_ptr<StreamPoint> awaits = nullptr;   // in another stream; to be reached before the body runs
+  std::shared_ptr<StreamPoint> reaches = nullptr;  // right behind it
+  Work work = {};                                  // for modelled time
+  bool own_call = true;                            // false: issued by the same call as the one before
+  std::shared_ptr<JointOperation> joint = nullptr;  // the other ranks have to be ready before the body runs
 };
 
 // What it wrote. A copy to pageable memory names only what it reads, and writes as many bytes.

@@ -11,11 +11,11 @@ namespace emulator {
 
 bool runs_unasked() { return settings().schedule == Order::eager; }
 
-void ask_for(Mark& mark) { mark.ask(); }
+void ask_for(StreamPoint& point) { point.ask(); }
 
-void finish(Mark& mark) { mark.wait(); }
+void finish(StreamPoint& point) { point.wait(); }
 
-bool is_reached(Mark& mark) { return mark.reached(); }
+bool is_reached(StreamPoint& point) { return point.reached(); }
 
 void go_on_modelling() {
   if (Simulation::on()) Simulation::get().go_on();

@@ -1,7 +1,7 @@
 // What libhccl.so needs of the runtime, beside streams to put its operations on.
 #pragma once
 
-#include "mark.h"
+#include "stream_point.h"
 #include "operation.h"
 
 #include <string>
@@ -13,10 +13,10 @@ namespace emulator {
 // Whether streams run what they have without being asked, as the eager schedule has it.
 FOR_HCCL bool runs_unasked();
 
-// Makes the schedule run the stream up to this mark.
-FOR_HCCL void ask_for(Mark& mark);
-FOR_HCCL bool is_reached(Mark& mark);
-FOR_HCCL void finish(Mark& mark);  // and waits until that is done
+// Makes the schedule run the stream up to this point.
+FOR_HCCL void ask_for(StreamPoint& point);
+FOR_HCCL bool is_reached(StreamPoint& point);
+FOR_HCCL void finish(StreamPoint& point);  // and waits until that is done
 
 // Works out modelled time as far as it can be by now. Does nothing where time is not modelled.
 FOR_HCCL void go_on_modelling();

@@ -1,6 +1,6 @@
 #include "simulation.h"
 
-#include "mark.h"
+#include "stream_point.h"
 #include "settings.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ class Simulation::Call {
   Call(Simulation& simulation, Nanoseconds cost, bool launches = false) : lock_(simulation.mutex_) {
     const int64_t operators = std::exchange(simulation.operators_, 0) - (launches ? 1 : 0);
     simulation.host_ += cost + std::max<int64_t>(0, operators) * simulation.model_.torch_operator();
-    simulation.course_.go_on(simulation.host_);
+    simulation.devices_.go_on(simulation.host_);
   }
 
   Call(const Call&) = delete;
@@ -22,13 +22,13 @@ class Simulation::Call {
 
   // Works out all that has come to pass by the host's time.
   void settle(Simulation& simulation) {
-    while (const auto meeting = simulation.course_.settle(simulation.host_)) wait_for_end(*meeting);
+    while (const auto joint = simulation.devices_.settle(simulation.host_)) wait_for_end(*joint);
   }
 
   // Other threads may call meanwhile.
-  void wait_for_end(Meeting& meeting) {
+  void wait_for_end(JointOperation& joint) {
     lock_.unlock();
-    meeting.wait_for_end();
+    joint.wait_for_end();
     lock_.lock();
   }
 
@@ -61,7 +61,7 @@ void Simulation::issue(const std::shared_ptr<Lane>& lane, const Operation& opera
                             .work = works ? std::optional(operation.work) : std::nullopt,
                             .awaits = operation.awaits,
                             .reaches = operation.reaches,
-                            .meeting = operation.meeting});
+                            .joint = operation.joint});
 }
 
 void Simulation::run_now(int device, const Work& work, bool own_call) {
@@ -71,11 +71,11 @@ void Simulation::run_now(int device, const Work& work, bool own_call) {
   wait_until(call, [&] { return lane->tasks.empty(); }, own_call ? model_.wait() : 0);
 }
 
-void Simulation::issue_at_host_time(const std::shared_ptr<Lane>& lane, Course::Task task) {
+void Simulation::issue_at_host_time(const std::shared_ptr<Lane>& lane, ModelledDevices::Task task) {
   task.number = ++issued_;
   task.issued = host_;
-  course_.add(lane, std::make_shared<const Course::Task>(std::move(task)));
-  course_.go_on(host_);
+  devices_.add(lane, std::make_shared<const ModelledDevices::Task>(std::move(task)));
+  devices_.go_on(host_);
 }
 
 void Simulation::begin_operator() {
@@ -85,7 +85,7 @@ void Simulation::begin_operator() {
 
 void Simulation::go_on() {
   std::lock_guard lock(mutex_);
-  course_.go_on(host_);
+  devices_.go_on(host_);
 }
 
 void Simulation::wait_for(const Lane& lane) {
@@ -97,31 +97,31 @@ bool Simulation::wait_for(const Lane& lane, Nanoseconds at_most) {
   Call call(*this, 0);
   const Nanoseconds until = host_ + at_most;
   call.settle(*this);
-  while (!lane.tasks.empty() && course_.next_at() <= until) {
-    if (const auto meeting = course_.step()) call.wait_for_end(*meeting);
+  while (!lane.tasks.empty() && devices_.next_at() <= until) {
+    if (const auto joint = devices_.step()) call.wait_for_end(*joint);
   }
   const bool ended = lane.tasks.empty();
   // A wait in vain costs something, so that whoever keeps waiting gets there.
-  host_ = ended ? std::max(host_, course_.time()) + model_.wait() : until + model_.query();
+  host_ = ended ? std::max(host_, devices_.time()) + model_.wait() : until + model_.query();
   return ended;
 }
 
-void Simulation::wait_for(const Mark& mark) {
+void Simulation::wait_for(const StreamPoint& point) {
   Call call(*this, 0);
   call.settle(*this);
   // Who finds that it has passed does not fall asleep, and need not be woken: reading a time does this twice.
-  const bool passed = mark.modelled().has_value();
-  wait_until(call, [&] { return mark.modelled().has_value(); }, passed ? model_.query() : model_.wait());
+  const bool passed = point.modelled().has_value();
+  wait_until(call, [&] { return point.modelled().has_value(); }, passed ? model_.query() : model_.wait());
 }
 
 void Simulation::wait_for_device(int device) {
   Call call(*this, 0);
-  wait_until(call, [&] { return !course_.is_busy(device); }, model_.wait());
+  wait_until(call, [&] { return !devices_.is_busy(device); }, model_.wait());
 }
 
 std::shared_ptr<Simulation::Lane> Simulation::use_drive(bool reads, size_t nbytes) {
   Call call(*this, 0);
-  const auto lane = open(Course::kDrive, 0);
+  const auto lane = open(ModelledDevices::kDrive, 0);
   issue_at_host_time(lane, {.name = reads ? "drive_read" : "drive_write",
                             .nbytes = nbytes,
                             .work = Work{.unit = reads ? Unit::drive_read : Unit::drive_write,
@@ -131,7 +131,7 @@ std::shared_ptr<Simulation::Lane> Simulation::use_drive(bool reads, size_t nbyte
 
 bool Simulation::cancel(Lane& lane) {
   Call call(*this, 0);
-  return course_.cancel(lane);
+  return devices_.cancel(lane);
 }
 
 std::pair<Nanoseconds, Nanoseconds> Simulation::times_of(const Lane& lane) {
@@ -143,9 +143,9 @@ template <class Done>
 void Simulation::wait_until(Call& call, Done done, Nanoseconds cost) {
   call.settle(*this);
   while (!done()) {
-    if (const auto meeting = course_.step()) call.wait_for_end(*meeting);
+    if (const auto joint = devices_.step()) call.wait_for_end(*joint);
   }
-  host_ = std::max(host_, course_.time()) + cost;
+  host_ = std::max(host_, devices_.time()) + cost;
 }
 
 bool Simulation::asked(const Lane& lane) {
@@ -154,16 +154,16 @@ bool Simulation::asked(const Lane& lane) {
   return lane.tasks.empty();
 }
 
-bool Simulation::asked(const Mark& mark) {
+bool Simulation::asked(const StreamPoint& point) {
   Call call(*this, model_.query());
   call.settle(*this);
-  return mark.modelled().has_value();
+  return point.modelled().has_value();
 }
 
-std::optional<Nanoseconds> Simulation::time_of(const Mark& mark) {
+std::optional<Nanoseconds> Simulation::time_of(const StreamPoint& point) {
   Call call(*this, 0);
   call.settle(*this);
-  return mark.modelled();
+  return point.modelled();
 }
 
 Nanoseconds Simulation::now() {

@@ -2,11 +2,11 @@
 //
 // The host's time moves only by its own calls: each costs something, and a wait lasts until the end of what is waited
 // for. What the host issues later begins later. So all that happens up to the host's time follows from what was issued
-// by then, and is worked out when the host calls: from the order of its calls alone, never from when threads run. What
-// the devices make of it is the Course's.
+// by then, and is worked out when the host calls: from the order of its calls alone, never from when threads run.
+// ModelledDevices works out the devices' part.
 #pragma once
 
-#include "course.h"
+#include "modelled_devices.h"
 
 #include <memory>
 #include <mutex>
@@ -18,7 +18,7 @@ namespace emulator {
 class Simulation {
  public:
   // A stream, as far as time is concerned.
-  using Lane = Course::Lane;
+  using Lane = ModelledDevices::Lane;
 
   static bool on();
   static Simulation& get();
@@ -45,15 +45,15 @@ class Simulation {
   // The host waits.
   void wait_for(const Lane& lane);
   bool wait_for(const Lane& lane, Nanoseconds at_most);  // whether it has come to pass
-  void wait_for(const Mark& mark);
+  void wait_for(const StreamPoint& point);
   void wait_for_device(int device);
 
   // Whether it has come to pass, asked by the host. That costs time, so whoever keeps asking gets there.
   bool asked(const Lane& lane);
-  bool asked(const Mark& mark);
+  bool asked(const StreamPoint& point);
 
   // When it came to pass, or nothing if it has not. Costs nothing.
-  std::optional<Nanoseconds> time_of(const Mark& mark);
+  std::optional<Nanoseconds> time_of(const StreamPoint& point);
 
   // The host's time; and what it was at the end of its last call.
   Nanoseconds now();
@@ -63,7 +63,7 @@ class Simulation {
   class Call;
 
   Simulation();
-  void issue_at_host_time(const std::shared_ptr<Lane>& lane, Course::Task task);
+  void issue_at_host_time(const std::shared_ptr<Lane>& lane, ModelledDevices::Task task);
   template <class Done>
   void wait_until(Call& call, Done done, Nanoseconds cost);
 
@@ -72,7 +72,7 @@ class Simulation {
   Nanoseconds host_ = 0;
   int64_t operators_ = 0;  // since the last call
   uint64_t issued_ = 0;
-  Course course_{model_};
+  ModelledDevices devices_{model_};
 };
 
 }  // namespace emulator

@@ -157,16 +157,16 @@ bool Stream::ready() {
   std::lock_guard lock(mutex_);
   if (queue_.empty()) return false;
   const Operation& next = queue_.front();
-  return (!next.awaits || next.awaits->reached()) && (!next.gate || next.gate->open());
+  return (!next.awaits || next.awaits->reached()) && (!next.joint || next.joint->ready());
 }
 
 void Stream::demand() {
-  std::shared_ptr<Gate> gate;
+  std::shared_ptr<JointOperation> joint;
   {
     std::lock_guard lock(mutex_);
-    if (!queue_.empty()) gate = queue_.front().gate;
+    if (!queue_.empty()) joint = queue_.front().joint;
   }
-  if (gate) gate->demand();
+  if (joint) joint->demand();
 }
 
 void Stream::run_one() {
@@ -203,11 +203,11 @@ void Stream::execute(Operation& operation) {
     if (!operation.awaits->reached()) operation.awaits->wait();
     take_over(operation.awaits->error());
   }
-  if (operation.gate && device_is_lost()) operation.gate->abandon();
+  if (operation.joint && device_is_lost()) operation.joint->abandon();
   if (operation.body && !device_is_lost()) {
     try {
       Timeline::Entry entry(device_, id_, operation);
-      if (operation.gate) operation.gate->wait();
+      if (operation.joint) operation.joint->wait();
       operation.body();
     } catch (const Refusal& refusal) {
       std::lock_guard lock(mutex_);

@@ -2,7 +2,7 @@
 // run they are done with as they are put on it.
 #pragma once
 
-#include "mark.h"
+#include "stream_point.h"
 #include "operation.h"
 #include "simulation.h"
 

@@ -8,6 +8,8 @@
 
 namespace emulator {
 
+using Nanoseconds = int64_t;
+
 // What does the work, and so which figures of the chip or the server say how long it takes. A ring: the links between
 // devices. None: what takes no time.
 enum class Unit { vector, softmax, matmul, attention, convolution, h2d, d2h, ring, drive_read, drive_write, none };

@@ -56,7 +56,7 @@ def child() -> str:
     """The folder that makes a child process one of this process's device; "" without the emulator."""
     if importlib.util.find_spec("ascend_emulator") is None:
         return ""
-    from ascend_emulator.children import CHILD
+    from ascend_emulator.startup import CHILD
 
     return str(CHILD)
 

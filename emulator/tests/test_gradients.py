@@ -265,7 +265,7 @@ def second_gradient(function: Callable[[Tensor], Tensor], device: str, x: Tensor
     return x.grad
 
 
-# It is torch_npu that raises, and so it does on hardware: see "Second derivatives" in emulator/README.md.
+# It is torch_npu that raises, and so it does on hardware: see "Second derivatives" in emulator/docs/operators.md.
 @pytest.mark.filterwarnings("ignore:npu.*an autograd kernel was not registered", "ignore:Cannot create tensor with")
 @pytest.mark.parametrize(
     ("function", "message"),

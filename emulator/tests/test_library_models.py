@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulator.coverage import README, table, table_in
+from emulator.coverage import PAGE, table, table_in
 from emulator.tests.compare import assert_equal
 from emulator.tests.library_models import LIBRARY_MODELS, train
 
@@ -55,5 +55,5 @@ def test_it_trains_with_the_same_bits_in_each_run(name: str) -> None:
 
 # It names what runs on the CPU, too.
 @pytest.mark.slow(why="it trains all that the table names")
-def test_the_table_in_the_readme_is_what_training_calls() -> None:
-    assert table_in(README.read_text()) == table(), "python -m ascend_emulator emulator/coverage.py --write"
+def test_the_table_in_the_docs_is_what_training_calls() -> None:
+    assert table_in(PAGE.read_text()) == table(), "python -m ascend_emulator emulator/coverage.py --write"

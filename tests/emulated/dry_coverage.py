@@ -1,4 +1,4 @@
-"""Trains what the README's table of operators names, and tells all that happened on the device, dry or real."""
+"""Trains what the emulator's table of operators names, and tells all that happened on the device, dry or real."""
 
 import gc
 import json

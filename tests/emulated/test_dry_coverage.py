@@ -1,4 +1,4 @@
-"""What the README's table names takes the same memory and time in a dry run, or as much of them as it says."""
+"""What the emulator's table names takes the same memory and time in a dry run, or as much of them as it says."""
 
 from __future__ import annotations
 

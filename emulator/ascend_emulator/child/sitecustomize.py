@@ -1,4 +1,4 @@
-"""Python runs this as it starts in a child of a process that has the emulated device. See children.py.
+"""Python runs this as it starts in a child of a process that has the emulated device. See startup.py.
 
 The device is started when torch is imported, unless the child has started one by then: a child that does without
 torch is not slowed down, and need not have it.

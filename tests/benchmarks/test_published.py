@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 from ascend_emulator.machines import parse_chip
-from published.kernels import KERNELS
-from published.optimizers import OPTIMIZERS
-from published.rows import Row, read_rows
-from published.shapes import SHAPES
-from published.study import Result, compare, fit
-from published.traffic import LINKS
 
-from emulator.tests.launch import EMULATOR, run, write_script
+from benchmarks.published.kernels import KERNELS
+from benchmarks.published.optimizers import OPTIMIZERS
+from benchmarks.published.rows import Row, read_rows
+from benchmarks.published.shapes import SHAPES
+from benchmarks.published.study import Result, compare, fit
+from benchmarks.published.traffic import LINKS
+from emulator.tests.launch import EMULATOR, ROOT, run, write_script
 
 SMALL = """
     import json
     from dataclasses import replace
-    from published.rows import Row
-    from published.step import modelled_seconds
+    from benchmarks.published.rows import Row
+    from benchmarks.published.step import modelled_seconds
 
     row = Row("tiny", "910b2", "nowhere", 1, model="tiny", kernels="megatron", optimizer="megatron",
               sequence=2048, micro_batch=4, accumulate=4, cards=8)
@@ -56,7 +56,8 @@ def test_a_row_without_a_time_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow(why="a process that trains")
 def test_small_steps_run(tmp_path: Path) -> None:
-    done = run(*EMULATOR, "--clock", "910b2", "--dry", write_script(tmp_path, SMALL), cwd=tmp_path)
+    script = write_script(tmp_path, SMALL)
+    done = run(*EMULATOR, "--clock", "910b2", "--dry", script, cwd=tmp_path, pythonpath=ROOT)
     assert done.returncode == 0, done.stderr
     seconds = json.loads(done.stdout)
     assert seconds["plain"] < seconds["recompute"] < 1.5 * seconds["plain"]

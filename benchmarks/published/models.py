@@ -4,8 +4,8 @@ import torch
 import torch_npu  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from published.kernels import Kernels, recomputed
-from published.shapes import Shape
+from benchmarks.published.kernels import Kernels, recomputed
+from benchmarks.published.shapes import Shape
 
 
 class Decoder(nn.Module):

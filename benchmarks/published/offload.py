@@ -1,6 +1,6 @@
 """Two published offloads of activations, modelled: one that hid, and one that did not.
 
-    python -m ascend_emulator --clock h100 --dry -m published.offload megatron
+    python -m ascend_emulator --clock h100 --dry -m benchmarks.published.offload megatron
 
 Prints as JSON the milliseconds of a step and the peak of the device's memory in GB, plain and offloaded.
 """
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch_npu import npu  # type: ignore[import-untyped]
 
-from published.kernels import Fused
-from published.models import Block, Decoder
-from published.shapes import Shape
+from benchmarks.published.kernels import Fused
+from benchmarks.published.models import Block, Decoder
+from benchmarks.published.shapes import Shape
 
 
 class Sent:

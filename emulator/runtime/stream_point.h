@@ -1,4 +1,4 @@
-// One record of an event: a point in a stream's work that is reached once.
+// A point in a stream's work that is reached once: one record of an event, or the end of an operation.
 #pragma once
 
 #include "model.h"
@@ -23,7 +23,7 @@ struct StreamError {
   std::string message;
 };
 
-class Mark {
+class StreamPoint {
  public:
   using Time = std::chrono::steady_clock::time_point;
 

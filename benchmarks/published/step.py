@@ -1,6 +1,6 @@
 """Steps of one chip's rows, modelled: run by study.py as a program of its own, under the emulator's clock.
 
-    python -m ascend_emulator --clock a100 --dry -m published.step a100 NAME ...
+    python -m ascend_emulator --clock a100 --dry -m benchmarks.published.step a100 NAME ...
 
 Prints the modelled milliseconds of each named row's step, a line for each.
 """
@@ -13,13 +13,13 @@ import torch
 from ascend_emulator import now
 from torch_npu import npu  # type: ignore[import-untyped]
 
-from published import traffic
-from published.host_bound import host_bound_seconds
-from published.kernels import KERNELS
-from published.models import Decoder
-from published.optimizers import OPTIMIZERS
-from published.rows import Row, read_rows
-from published.shapes import SHAPES
+from benchmarks.published import traffic
+from benchmarks.published.host_bound import host_bound_seconds
+from benchmarks.published.kernels import KERNELS
+from benchmarks.published.models import Decoder
+from benchmarks.published.optimizers import OPTIMIZERS
+from benchmarks.published.rows import Row, read_rows
+from benchmarks.published.shapes import SHAPES
 
 
 def main() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from published.offloads import PUBLISHED, Figures, Published, modelled
-from published.rows import Row, read_rows
-from published.study import Comparison, Result, compare, factor_of, fit, run
+from benchmarks.published.offloads import PUBLISHED, Figures, Published, modelled
+from benchmarks.published.rows import Row, read_rows
+from benchmarks.published.study import Comparison, Result, compare, factor_of, fit, run
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m published", description="Published training steps beside modelled ones."
+        prog="python -m benchmarks.published", description="Published training steps beside modelled ones."
     )
     parser.add_argument("--chip", action="append", help="only rows of this chip; may be given several times")
     parser.add_argument("--row", default="", help="only rows with this in their names")

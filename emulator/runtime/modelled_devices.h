@@ -1,15 +1,15 @@
-// The course of events on the modelled devices: when operations begin and end, given when the host has issued them.
+// The modelled devices: when operations begin and end on them, given when the host has issued them.
 //
 // A stream's operations begin in order, none before it was issued. One that needs an engine (of each device there are
 // three: for computing, and for each direction of its link) waits there behind those that were ready before it. While
-// both directions of the link move bytes, each is slower. The machine has one drive, which does one operation at a time,
-// reads before writes. An operation of several ranks, a meeting, ends when all have
-// arrived and the bytes have gone round.
+// both directions of the link move bytes, each is slower. The machine has one drive, which does one operation at a
+// time, reads before writes. A joint operation of several ranks ends when all have arrived and the bytes have gone
+// round.
 //
 // What others do must be the same in each run, and so must not depend on when this process happens to hear of them. So
-// a meeting's end is worked out only when the host wants to know what has come to pass, and it waits for that if need
-// be. The other ranks in turn cannot wait for this one's host: when its stream will arrive is foreseen as a meeting is
-// issued, namely for the case that the host issues nothing more.
+// the end of a joint operation is worked out only when the host wants to know what has come to pass, and it waits for
+// that if need be. The other ranks in turn cannot wait for this one's host: when its stream will arrive is foreseen as
+// the operation is issued, namely for the case that the host issues nothing more.
 #pragma once
 
 #include "model.h"
@@ -27,7 +27,7 @@
 
 namespace emulator {
 
-class Course {
+class ModelledDevices {
  public:
   // One operation that has not ended.
   struct Task {
@@ -36,9 +36,9 @@ class Course {
     std::string name = "";  // empty: not for the timeline
     size_t nbytes = 0;
     std::optional<Work> work = {};  // nothing for what takes no time
-    std::shared_ptr<Mark> awaits = nullptr;
-    std::shared_ptr<Mark> reaches = nullptr;
-    std::shared_ptr<Meeting> meeting = nullptr;
+    std::shared_ptr<StreamPoint> awaits = nullptr;
+    std::shared_ptr<StreamPoint> reaches = nullptr;
+    std::shared_ptr<JointOperation> joint = nullptr;
   };
 
   // A stream.
@@ -53,8 +53,8 @@ class Course {
 
   static constexpr int kDrive = -1;  // the drive counts as a device, whose engine it is
 
-  explicit Course(const Model& model) : model_(model) {}
-  virtual ~Course() = default;
+  explicit ModelledDevices(const Model& model) : model_(model) {}
+  virtual ~ModelledDevices() = default;
 
   // Up to which all is worked out.
   Nanoseconds time() const { return time_; }
@@ -64,24 +64,25 @@ class Course {
   // Takes back the one task of a lane of the drive. False if it has begun.
   bool cancel(Lane& lane);
 
-  // Lets happen what happens until then, but not the end of a meeting, nor what is later than that.
+  // Lets happen what happens until then, but not the end of a joint operation, nor what is later than that.
   void go_on(Nanoseconds until);
 
-  // When the next thing happens. Lets it happen, or all until then. Returns the meeting whose end must be known before that.
+  // When the next thing happens. Lets it happen, or all until then. Returns the joint operation whose end must be known
+  // before that.
   Nanoseconds next_at() { return next().at; }
-  std::shared_ptr<Meeting> step();
-  std::shared_ptr<Meeting> settle(Nanoseconds until);
+  std::shared_ptr<JointOperation> step();
+  std::shared_ptr<JointOperation> settle(Nanoseconds until);
 
  protected:
-  using Meetings = std::map<const Meeting*, std::shared_ptr<Meeting>>;
+  using JointOperations = std::map<const JointOperation*, std::shared_ptr<JointOperation>>;
 
   // What is on its way in that one, up to a task.
-  Course(const Course& other, uint64_t last_number);
+  ModelledDevices(const ModelledDevices& other, uint64_t last_number);
 
   virtual void ended(const Lane& lane, const Task& task);
-  virtual void reached(Mark& mark);
-  virtual bool is_reached(const Mark& mark) const;
-  virtual std::optional<Nanoseconds> end_of(Meeting& meeting) { return meeting.ends(); }
+  virtual void reached(StreamPoint& point);
+  virtual bool is_reached(const StreamPoint& point) const;
+  virtual std::optional<Nanoseconds> end_of(JointOperation& joint) { return joint.ends(); }
   const std::vector<std::shared_ptr<Lane>>& busy() const { return busy_; }
 
  private:
@@ -109,19 +110,19 @@ class Course {
     Engine& of(Unit unit) { return unit == Unit::h2d ? h2d : unit == Unit::d2h ? d2h : compute; }
   };
 
-  // What happens next: an engine ends, or a lane's meeting; or a task is issued.
+  // What happens next: an engine ends, or a lane's joint operation; or a task is issued.
   struct Next {
     Nanoseconds at = kNever;
     Engine* engine = nullptr;
     Lane* lane = nullptr;
-    std::shared_ptr<Meeting> unknown = nullptr;  // that meeting, if when it ends is not known
+    std::shared_ptr<JointOperation> unknown = nullptr;  // that joint operation, if when it ends is not known
   };
 
   Next next();
-  std::shared_ptr<Meeting> let_happen(const Next& next);
+  std::shared_ptr<JointOperation> let_happen(const Next& next);
   void end_first(Lane& lane);
-  std::shared_ptr<Meeting> foresee();
-  Meetings needed_by(const Task& meeting) const;
+  std::shared_ptr<JointOperation> foresee();
+  JointOperations needed_by(const Task& joint) const;
   void begin_what_can();
   void begin_on_engines();
   void begin(Device& device, Engine& engine);
@@ -131,8 +132,8 @@ class Course {
   Nanoseconds time_ = 0;
   std::vector<std::shared_ptr<Lane>> busy_;  // the lanes that have tasks
   std::map<int, Device> devices_;
-  std::map<const Meeting*, Nanoseconds> least_ends_;  // of those whose arrival is told
-  std::deque<std::shared_ptr<const Task>> unforeseen_;  // meetings whose arrival is not told yet; time stops at these
+  std::map<const JointOperation*, Nanoseconds> least_ends_;  // of those whose arrival is told
+  std::deque<std::shared_ptr<const Task>> unforeseen_;  // joint ones whose arrival is not told yet; time stops at these
 };
 
 }  // namespace emulator

@@ -1,6 +1,6 @@
-#include "course.h"
+#include "modelled_devices.h"
 
-#include "mark.h"
+#include "stream_point.h"
 #include "timeline.h"
 
 #include <algorithm>
@@ -9,12 +9,12 @@
 namespace emulator {
 namespace {
 
-// What happens if the host issues nothing after some task. Meetings on which that task does not depend may end at any
-// time, which nobody knows as yet: here they do not end.
-class Foresight : public Course {
+// What happens if the host issues nothing after some task. Joint operations on which that task does not depend may end
+// at any time, which nobody knows as yet: here they do not end.
+class Foresight : public ModelledDevices {
  public:
-  Foresight(const Course& course, const Task& task, Meetings ending)
-      : Course(course, task.number), number_(task.number), ending_(std::move(ending)) {}
+  Foresight(const ModelledDevices& devices, const Task& task, JointOperations ending)
+      : ModelledDevices(devices, task.number), number_(task.number), ending_(std::move(ending)) {}
 
   // When the task is the first of its lane, and has all it waits for.
   Nanoseconds arrival() {
@@ -27,21 +27,23 @@ class Foresight : public Course {
 
  protected:
   void ended(const Lane&, const Task&) override {}
-  void reached(Mark& mark) override { reached_.insert(&mark); }
-  bool is_reached(const Mark& mark) const override { return Course::is_reached(mark) || reached_.contains(&mark); }
-  std::optional<Nanoseconds> end_of(Meeting& meeting) override {
-    return ending_.contains(&meeting) ? meeting.ends() : INT64_MAX;
+  void reached(StreamPoint& point) override { reached_.insert(&point); }
+  bool is_reached(const StreamPoint& point) const override {
+    return ModelledDevices::is_reached(point) || reached_.contains(&point);
+  }
+  std::optional<Nanoseconds> end_of(JointOperation& joint) override {
+    return ending_.contains(&joint) ? joint.ends() : INT64_MAX;
   }
 
  private:
   const uint64_t number_;
-  const Meetings ending_;
-  std::set<const Mark*> reached_;
+  const JointOperations ending_;
+  std::set<const StreamPoint*> reached_;
 };
 
 }  // namespace
 
-Course::Course(const Course& other, uint64_t last_number)
+ModelledDevices::ModelledDevices(const ModelledDevices& other, uint64_t last_number)
     : model_(other.model_), time_(other.time_), devices_(other.devices_) {
   std::map<Lane*, Lane*> copies{{nullptr, nullptr}};
   for (const auto& lane : other.busy_) {
@@ -62,18 +64,18 @@ Course::Course(const Course& other, uint64_t last_number)
   }
 }
 
-bool Course::is_busy(int device) const {
+bool ModelledDevices::is_busy(int device) const {
   return std::any_of(busy_.begin(), busy_.end(), [device](const auto& lane) { return lane->device == device; });
 }
 
-void Course::add(const std::shared_ptr<Lane>& lane, std::shared_ptr<const Task> task) {
+void ModelledDevices::add(const std::shared_ptr<Lane>& lane, std::shared_ptr<const Task> task) {
   if (lane->tasks.empty()) busy_.push_back(lane);
-  if (task->meeting) unforeseen_.push_back(task);
+  if (task->joint) unforeseen_.push_back(task);
   lane->tasks.push_back(std::move(task));
   begin_what_can();
 }
 
-bool Course::cancel(Lane& lane) {
+bool ModelledDevices::cancel(Lane& lane) {
   Engine& drive = devices_[kDrive].compute;
   if (lane.tasks.empty() || drive.serves == &lane) return false;
   std::erase_if(drive.waiting, [&lane](const auto& waiting) { return std::get<Lane*>(waiting) == &lane; });
@@ -82,7 +84,7 @@ bool Course::cancel(Lane& lane) {
   return true;
 }
 
-void Course::go_on(Nanoseconds until) {
+void ModelledDevices::go_on(Nanoseconds until) {
   foresee();
   if (!unforeseen_.empty()) until = std::min(until, unforeseen_.front()->issued);
   for (Next coming = next(); coming.at <= until; coming = next()) {
@@ -92,12 +94,12 @@ void Course::go_on(Nanoseconds until) {
   time_ = std::max(time_, until);
 }
 
-std::shared_ptr<Meeting> Course::step() {
+std::shared_ptr<JointOperation> ModelledDevices::step() {
   const auto unknown = foresee();
   return unknown ? unknown : let_happen(next());
 }
 
-std::shared_ptr<Meeting> Course::settle(Nanoseconds until) {
+std::shared_ptr<JointOperation> ModelledDevices::settle(Nanoseconds until) {
   if (const auto unknown = foresee()) return unknown;
   for (Next coming = next(); coming.at <= until; coming = next()) {
     if (const auto unknown = let_happen(coming)) return unknown;
@@ -107,7 +109,7 @@ std::shared_ptr<Meeting> Course::settle(Nanoseconds until) {
 }
 
 // Of what happens at the same time, ends come first.
-Course::Next Course::next() {
+ModelledDevices::Next ModelledDevices::next() {
   Next found;
   for (auto& [_, device] : devices_) {
     for (Engine* engine : {&device.compute, &device.h2d, &device.d2h}) {
@@ -116,11 +118,11 @@ Course::Next Course::next() {
   }
   for (const auto& lane : busy_) {
     const Task& first = *lane->tasks.front();
-    if (!lane->begun || !first.meeting) continue;
-    const auto end = end_of(*first.meeting);
+    if (!lane->begun || !first.joint) continue;
+    const auto end = end_of(*first.joint);
     // What was issued since the arrival was foreseen may have held up the stream. It is the others' end all the same.
-    const Nanoseconds at = std::max(lane->began, end ? *end : least_ends_.at(first.meeting.get()));
-    if (at < found.at) found = {.at = at, .lane = lane.get(), .unknown = end ? nullptr : first.meeting};
+    const Nanoseconds at = std::max(lane->began, end ? *end : least_ends_.at(first.joint.get()));
+    if (at < found.at) found = {.at = at, .lane = lane.get(), .unknown = end ? nullptr : first.joint};
   }
   for (const auto& lane : busy_) {
     const Nanoseconds issued = lane->tasks.front()->issued;
@@ -129,7 +131,7 @@ Course::Next Course::next() {
   return found;
 }
 
-std::shared_ptr<Meeting> Course::let_happen(const Next& next) {
+std::shared_ptr<JointOperation> ModelledDevices::let_happen(const Next& next) {
   if (next.unknown) return next.unknown;
   time_ = next.at;
   if (next.engine != nullptr) {
@@ -143,30 +145,30 @@ std::shared_ptr<Meeting> Course::let_happen(const Next& next) {
   return nullptr;
 }
 
-void Course::end_first(Lane& lane) {
+void ModelledDevices::end_first(Lane& lane) {
   const auto task = std::move(lane.tasks.front());
   lane.tasks.pop_front();
   lane.begun = false;
   lane.ended = time_;
-  least_ends_.erase(task->meeting.get());
+  least_ends_.erase(task->joint.get());
   ended(lane, *task);
   if (task->reaches) reached(*task->reaches);
 }
 
-void Course::ended(const Lane& lane, const Task& task) {
+void ModelledDevices::ended(const Lane& lane, const Task& task) {
   if (task.name.empty()) return;
   Timeline::get().add({task.name, lane.device, lane.stream, task.nbytes, lane.began, time_});
 }
 
-void Course::reached(Mark& mark) { mark.reach_at(time_); }
+void ModelledDevices::reached(StreamPoint& point) { point.reach_at(time_); }
 
-bool Course::is_reached(const Mark& mark) const { return mark.modelled().has_value(); }
+bool ModelledDevices::is_reached(const StreamPoint& point) const { return point.modelled().has_value(); }
 
 // Tells the other ranks when this one's stream arrives, where that can be known by now. Returns what else must be.
-std::shared_ptr<Meeting> Course::foresee() {
-  std::shared_ptr<Meeting> unknown;
+std::shared_ptr<JointOperation> ModelledDevices::foresee() {
+  std::shared_ptr<JointOperation> unknown;
   std::erase_if(unforeseen_, [&](const auto& task) {
-    Meetings needed = needed_by(*task);
+    JointOperations needed = needed_by(*task);
     for (const auto& [_, each] : needed) {
       if (each->ends()) continue;
       unknown = each;
@@ -174,25 +176,25 @@ std::shared_ptr<Meeting> Course::foresee() {
     }
     const Nanoseconds arrival = Foresight(*this, *task, std::move(needed)).arrival();
     const Nanoseconds lasts = model_.ring(*task->work);
-    task->meeting->arrives(arrival, lasts);
-    least_ends_[task->meeting.get()] = arrival + lasts;
+    task->joint->arrives(arrival, lasts);
+    least_ends_[task->joint.get()] = arrival + lasts;
     return true;
   });
   return unknown;
 }
 
-// The meetings that must have ended before: those in front of it, and in front of what these wait for, and so on.
-Course::Meetings Course::needed_by(const Task& meeting) const {
-  std::map<const Mark*, std::pair<const Lane*, uint64_t>> places;
+// The joint operations that must have ended before: those in front of it, in front of what these wait for, and so on.
+ModelledDevices::JointOperations ModelledDevices::needed_by(const Task& joint) const {
+  std::map<const StreamPoint*, std::pair<const Lane*, uint64_t>> places;
   std::vector<std::pair<const Lane*, uint64_t>> open;
   for (const auto& lane : busy_) {
     for (const auto& task : lane->tasks) {
       if (task->reaches) places[task->reaches.get()] = {lane.get(), task->number};
-      if (task.get() == &meeting) open.emplace_back(lane.get(), task->number);
+      if (task.get() == &joint) open.emplace_back(lane.get(), task->number);
     }
   }
   std::map<const Lane*, uint64_t> seen;
-  Meetings needed;
+  JointOperations needed;
   while (!open.empty()) {
     const auto [lane, last] = open.back();
     open.pop_back();
@@ -200,7 +202,7 @@ Course::Meetings Course::needed_by(const Task& meeting) const {
     for (const auto& task : lane->tasks) {
       if (task->number <= seen_to) continue;
       if (task->number > last) break;
-      if (task->meeting && task.get() != &meeting) needed.emplace(task->meeting.get(), task->meeting);
+      if (task->joint && task.get() != &joint) needed.emplace(task->joint.get(), task->joint);
       if (task->awaits && !is_reached(*task->awaits)) open.push_back(places.at(task->awaits.get()));
     }
     seen_to = std::max(seen_to, last);
@@ -208,8 +210,8 @@ Course::Meetings Course::needed_by(const Task& meeting) const {
   return needed;
 }
 
-void Course::begin_what_can() {
-  // A mark that is reached may let another lane go on, which may reach a mark in turn.
+void ModelledDevices::begin_what_can() {
+  // A point that is reached may let another lane go on, which may reach a point in turn.
   for (bool moved = true; moved;) {
     moved = false;
     for (const auto& lane : busy_) {
@@ -217,7 +219,7 @@ void Course::begin_what_can() {
         const auto first = lane->tasks.front();
         if (first->issued > time_ || (first->awaits && !is_reached(*first->awaits))) break;
         moved = true;
-        if (first->meeting) {
+        if (first->joint) {
           lane->begun = true;
           lane->began = time_;
         } else if (first->work) {
@@ -235,7 +237,7 @@ void Course::begin_what_can() {
   begin_on_engines();
 }
 
-void Course::begin_on_engines() {
+void ModelledDevices::begin_on_engines() {
   for (auto& [_, device] : devices_) {
     for (Engine* engine : {&device.compute, &device.h2d, &device.d2h}) {
       if (engine->serves == nullptr && !engine->waiting.empty()) begin(device, *engine);
@@ -243,7 +245,7 @@ void Course::begin_on_engines() {
   }
 }
 
-void Course::begin(Device& device, Engine& engine) {
+void ModelledDevices::begin(Device& device, Engine& engine) {
   engine.serves = std::get<Lane*>(*engine.waiting.begin());
   engine.waiting.erase(engine.waiting.begin());
   engine.serves->began = time_;
@@ -260,7 +262,7 @@ void Course::begin(Device& device, Engine& engine) {
 }
 
 // One direction has begun or ended: both flow on, at the rates that they have now.
-void Course::share_link(Device& device) {
+void ModelledDevices::share_link(Device& device) {
   const bool both = device.h2d.serves != nullptr && device.d2h.serves != nullptr;
   for (Engine* engine : {&device.h2d, &device.d2h}) {
     if (engine->serves == nullptr) continue;

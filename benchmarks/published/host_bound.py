@@ -6,8 +6,8 @@ import torch
 from ascend_emulator import now
 from torch_npu import npu  # type: ignore[import-untyped]
 
-from published.lora import LORA_SHAPES, LoraModel
-from published.rows import Row
+from benchmarks.published.lora import LORA_SHAPES, LoraModel
+from benchmarks.published.rows import Row
 
 
 def host_bound_seconds(row: Row) -> float:

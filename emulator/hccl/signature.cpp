@@ -1,4 +1,4 @@
-#include "slip.h"
+#include "signature.h"
 
 namespace emulator::hccl {
 namespace {
@@ -71,7 +71,7 @@ size_t size_of(HcclDataType dtype) {
   }
 }
 
-bool agree(const Slip& one, const Slip& other) {
+bool agree(const Signature& one, const Signature& other) {
   return one.kind == other.kind && one.dtype == other.dtype && one.op == other.op && one.root == other.root &&
          one.count == other.count;
 }
@@ -83,10 +83,10 @@ std::string in_words(Kind kind, uint64_t count, HcclDataType dtype) {
   return name + " of " + std::to_string(count) + " " + name_of(dtype);
 }
 
-std::string in_words(const Slip& slip) {
-  std::string text = in_words(slip.kind, slip.count, slip.dtype);
-  if (reduces(slip.kind)) text += std::string(", ") + name_of(slip.op);
-  if (has_root(slip.kind)) text += ", root " + std::to_string(slip.root);
+std::string in_words(const Signature& signature) {
+  std::string text = in_words(signature.kind, signature.count, signature.dtype);
+  if (reduces(signature.kind)) text += std::string(", ") + name_of(signature.op);
+  if (has_root(signature.kind)) text += ", root " + std::to_string(signature.root);
   return text;
 }
 

@@ -23,7 +23,7 @@ enum class Kind : uint32_t {
   transfer,  // from one rank to one other
 };
 
-struct Slip {
+struct Signature {
   Kind kind = Kind::none;
   HcclDataType dtype = HCCL_DATA_TYPE_UINT8;
   HcclReduceOp op = HCCL_REDUCE_SUM;
@@ -35,11 +35,11 @@ struct Slip {
 
 size_t size_of(HcclDataType dtype);  // in bytes; 0 for what is no type
 
-bool agree(const Slip& one, const Slip& other);
+bool agree(const Signature& one, const Signature& other);
 
 // "HcclAllReduce of 1024 fp32", and with ", sum" or ", root 0" behind it.
 std::string in_words(Kind kind, uint64_t count, HcclDataType dtype);
-std::string in_words(const Slip& slip);
+std::string in_words(const Signature& signature);
 
 // What the slowest rank sends or receives over its links, of an operation with that many bytes at each rank's input
 // or, of a gathering, at its output. Those of a ring: the factors of nccl-tests' PERFORMANCE.md.

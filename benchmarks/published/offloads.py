@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from published.children import environment
+from benchmarks.published.study import ROOT
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def modelled(published: Published) -> Figures:
 def _run(published: Published, way: str) -> dict[str, float]:
     launcher = [sys.executable, "-m", "ascend_emulator", "--clock", published.chip, "--dry", "--hbm", "80GiB"]
     done = subprocess.run(
-        [*launcher, "-m", "published.offload", published.case, way],
+        [*launcher, "-m", "benchmarks.published.offload", published.case, way],
         capture_output=True,
         text=True,
-        env=environment(),
+        cwd=ROOT,
     )
     if done.returncode != 0:
         raise RuntimeError(f"{published.name}: {done.stderr[-4000:]}")

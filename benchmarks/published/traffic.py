@@ -5,8 +5,8 @@ A collective is a ring: (n - 1) / n of its bytes over one card's bandwidth.
 
 from dataclasses import dataclass
 
-from published.rows import Row
-from published.shapes import Shape
+from benchmarks.published.rows import Row
+from benchmarks.published.shapes import Shape
 
 
 @dataclass(frozen=True)

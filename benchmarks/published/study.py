@@ -12,9 +12,10 @@ from pathlib import Path
 
 from ascend_emulator import machines
 
-from published.children import environment
-from published.rows import Row
+from benchmarks.published.rows import Row
 
+# Children import this package from there.
+ROOT = Path(__file__).parents[2]
 # A row's model lies whole on one card here, also where many cards had a share each.
 _DEVICE_MEMORY = "2TiB"
 
@@ -64,11 +65,11 @@ def _run(chip_file: str, rows: Sequence[Row]) -> Iterator[Result]:
         launcher.append("--host-operators")
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            [*launcher, "-m", "published.step", rows[0].chip, *(row.name for row in rows)],
+            [*launcher, "-m", "benchmarks.published.step", rows[0].chip, *(row.name for row in rows)],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment(),
+            cwd=ROOT,
         )
         assert child.stdout is not None
         for row, line in zip(rows, child.stdout, strict=False):

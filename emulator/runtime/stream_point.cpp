@@ -1,17 +1,17 @@
-#include "mark.h"
+#include "stream_point.h"
 
 #include "schedule.h"
 #include "stream.h"
 
 namespace emulator {
 
-void Mark::place(std::weak_ptr<Stream> stream, uint64_t position, VectorClock known) {
+void StreamPoint::place(std::weak_ptr<Stream> stream, uint64_t position, VectorClock known) {
   stream_ = std::move(stream);
   position_ = position;
   known_ = std::move(known);
 }
 
-void Mark::reach(StreamError error) {
+void StreamPoint::reach(StreamError error) {
   {
     std::lock_guard lock(mutex_);
     reached_ = true;
@@ -21,33 +21,33 @@ void Mark::reach(StreamError error) {
   changed_.notify_all();
 }
 
-void Mark::ask() {
+void StreamPoint::ask() {
   // A stream that is gone has done its work.
   if (const auto stream = stream_.lock()) Schedule::get().need(*stream, position_);
 }
 
-void Mark::wait() {
+void StreamPoint::wait() {
   ask();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return reached_; });
 }
 
-bool Mark::reached() {
+bool StreamPoint::reached() {
   std::lock_guard lock(mutex_);
   return reached_;
 }
 
-bool Mark::asked() {
+bool StreamPoint::asked() {
   if (const auto stream = stream_.lock()) Schedule::get().polled(*stream, position_);
   return reached();
 }
 
-StreamError Mark::error() {
+StreamError StreamPoint::error() {
   std::lock_guard lock(mutex_);
   return error_;
 }
 
-Mark::Time Mark::when() {
+StreamPoint::Time StreamPoint::when() {
   std::lock_guard lock(mutex_);
   return when_;
 }
