@@ -172,6 +172,12 @@ def test_the_disk_tier_knows_nothing_of_torch() -> None:
         assert not strange, f"{path.relative_to(ROOT)} imports {strange}"
 
 
+def test_a_tier_below_the_host_is_known_by_its_seam_only() -> None:
+    """Files are one such tier. The command line and whatever makes the default one know that."""
+    concrete = ROOT / "tiered_mem" / "spill" / "disk_tier.py"
+    assert {room_of(path) for path in PRODUCT if concrete in GRAPH[path]} == {"cli", "tiers"}
+
+
 def test_nothing_in_tiered_mem_needs_the_drop_in_or_the_command_line() -> None:
     above = (".cpu_offload", ".cli", ".integrations", "tiered_mem.")
     for path in {*(ROOT / "tiered_mem").glob("*.py")} - {COMMAND}:

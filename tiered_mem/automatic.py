@@ -10,7 +10,7 @@ from .ground.arguments import number, with_methods
 from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_name
 from .rehearsal import Rehearsal, Wish
 from .sizes import format_bytes, parse_bytes
-from .spill.disk_tier import DiskTier
+from .spill.lower_tier import LowerTier
 from .tiers.measured_drive import measured_drive
 from .tiers.measured_link import measured
 
@@ -41,7 +41,7 @@ class PolicyChoice:
                 "policy", policy_by_name(policy) if isinstance(policy, str) else policy, ("check", "decide")
             )
 
-    def on(self, device: Device, host_bytes: int | None, disk: DiskTier | None = None) -> Policy:
+    def on(self, device: Device, host_bytes: int | None, disk: LowerTier | None = None) -> Policy:
         """The policy for a device and so much host memory. For "auto" the link is measured, and the drive."""
         usable, total = device.usable_and_total()
         if not isinstance(self._policy, str):
@@ -59,7 +59,7 @@ class PolicyChoice:
         return LayerOrderPolicy()
 
     def _planned(
-        self, device: Device, usable: int, total: int, host_bytes: int | None, disk: DiskTier | None
+        self, device: Device, usable: int, total: int, host_bytes: int | None, disk: LowerTier | None
     ) -> Policy:
         rehearsal = Wish.of_environment()
         asked = self._device_budget if rehearsal is None else rehearsal.budget
@@ -87,7 +87,7 @@ class PolicyChoice:
         return planned if rehearsal is None else Rehearsal(planned, rehearsal, device.synchronize)
 
 
-def _drive(disk: DiskTier) -> Link | None:
+def _drive(disk: LowerTier) -> Link | None:
     """None, with a warning, where it cannot be measured."""
     try:
         drive = measured_drive(disk)

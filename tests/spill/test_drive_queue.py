@@ -15,9 +15,9 @@ from tests.spill.disks import MIB, disk_in, io_threads
 from tests.spill.memory import Memory
 from tests.spill.slow_drive import SlowDrive, SlowOperation
 from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.spill.io_queue import DriveQueue, IoQueue, Job
+from tiered_mem.spill.io_queue import DriveQueue, IoQueue
+from tiered_mem.spill.lower_tier import Job, Piece
 from tiered_mem.spill.reader import read_header
-from tiered_mem.spill.record_io import Piece
 from tiered_mem.tiers.pinning import disk_tier, offered_drive
 
 

@@ -12,8 +12,7 @@ import torch
 
 from ..device.device import Device, Stream
 from ..device.transfer import Ticket
-from ..spill.disk_record import Record
-from ..spill.io_queue import Job
+from ..spill.lower_tier import Job, Record
 from ..tiers.host_slab import Form, flat_form
 from ..tiers.host_tier import HostSlot, Lease
 from .movable import moves_whole

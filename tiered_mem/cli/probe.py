@@ -29,8 +29,8 @@ from ..sizes import format_bytes
 from ..spill.disk_tier import SMALLEST_RECORD, DiskTier
 from ..spill.filesystem import direct_io_alignment, filesystem_of, memory_at, pages
 from ..spill.folder import owners
-from ..spill.io_queue import Job
-from ..spill.record_io import Piece, checksum_by_name
+from ..spill.lower_tier import Job, Piece
+from ..spill.record_io import checksum_by_name
 from .inspect import ask
 from .output import byte_bar, console, plain, size, table, write_json
 

@@ -1,23 +1,22 @@
-"""A record of the disk tier and its file; the tier's counters, and the gate that its writes pass."""
+"""A record of the disk tier and its file, and the gate that its writes pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..sizes import format_bytes
-from .io_queue import Job
+from .io_queue import IoJob
+from .lower_tier import State
 from .record import ALIGNMENT, Header, Layout
-
-State = Literal["ok", "failing", "budget spent"]
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class DiskRecord:
     """One file's worth of memory, on its way to the drive or there.
 
     header: without checksums until it is written. job: the write; once it is done without an error, the record is
@@ -27,7 +26,7 @@ class Record:
     header: Header
     layout: Layout
     claim: Claim
-    job: Job = field(init=False)
+    job: IoJob = field(init=False)
     encoded: bytes = b""
     file: SpillFile | None = None
     operations: int = 1
@@ -91,43 +90,6 @@ class Identity(NamedTuple):
     nbytes: int
 
 
-@dataclass(slots=True)
-class DiskStats:
-    """The state of a `DiskTier`: bytes, unless said otherwise.
-
-    The files of `records` records take `used` now, and took `peak` at most. All `files` files take `reserved`; some
-    of them wait to be used again. `written` went to the drive, `read` came from it, and `failures` operations ended
-    in an error. `direct`: whether files are opened for direct I/O.
-
-    state: "failing" after a failed write until one succeeds; "budget spent" where the last requested write was more
-    than the rest of the write budget; else "ok".
-    """
-
-    capacity: int
-    direct: bool
-    used: int = 0
-    reserved: int = 0
-    peak: int = 0
-    records: int = 0
-    files: int = 0
-    written: int = 0
-    read: int = 0
-    failures: int = 0
-    state: State = "ok"
-
-    def add(self, record: Record) -> None:
-        self.used += record.nbytes
-        self.peak = max(self.peak, self.used)
-        self.records += 1
-
-    def remove(self, record: Record) -> None:
-        """The record was released, or not written. Idempotent."""
-        if record.counted:
-            record.counted = False
-            self.used -= record.nbytes
-            self.records -= 1
-
-
 class WriteGate:
     """Counts written bytes, and pauses writing after a failure: for 1 s, then twice as long each time, up to 60 s.
 
@@ -151,7 +113,7 @@ class WriteGate:
 
     @property
     def state(self) -> State:
-        """As in `DiskStats`."""
+        """As in `TierStats`."""
         return "budget spent" if self._spent else "failing" if self._pause else "ok"
 
     def refusal(self, nbytes: int) -> str | None:

@@ -17,17 +17,16 @@ from typing import Literal
 from ..allocators.base import round_up
 from ..errors import Closed, TierFull
 from ..sizes import format_bytes
-from .disk_record import DiskStats, Record, SpillFile, WriteGate
+from .disk_record import DiskRecord, SpillFile, WriteGate
 from .file_pool import FilePool
 from .filesystem import Files, HollowFiles
 from .folder import SpillFolder
-from .io_queue import Drive, DriveQueue, IoQueue, Job
+from .io_queue import Drive, DriveQueue, IoQueue
+from .lower_tier import Job, Piece, TierStats, Watcher
 from .record import ALIGNMENT, Entry, Header, check_address
-from .record_io import Piece, RecordIo, checksum_by_name, without_data
+from .record_io import RecordIo, checksum_by_name, without_data
 
 SMALLEST_RECORD = 2 * ALIGNMENT
-# Hears of a read or a write that has ended, well or not: its bytes, and when it began and ended by `now`.
-Watcher = Callable[[Literal["read", "write"], int, float, float], None]
 
 _log = logging.getLogger("tiered_mem.spill")
 
@@ -97,8 +96,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
-        self._stats = DiskStats(capacity, self._direct)
-        self.capacity = capacity
+        self._stats = TierStats(capacity, self._direct)
         self._watchers: tuple[Watcher, ...] = ()
         self._end = weakref.finalize(self, _end, self._queue, folder, self._pid)
 
@@ -114,7 +112,7 @@ class DiskTier:
         self._tell(refusal)
         return refusal is None
 
-    def write(self, pieces: Sequence[Piece], *, step: int, kind: str) -> Record:
+    def write(self, pieces: Sequence[Piece], *, step: int, kind: str) -> DiskRecord:
         """Begin to write a record. The memory must stay as it is until the record's job is done.
 
         step, kind: notes for people who look into the file; see `Header`.
@@ -131,8 +129,8 @@ class DiskTier:
         with self._locked():
             refusal = self._refusal(layout.file_bytes)
             if refusal is None:
-                record = Record(header, layout, self._files.claim(layout.file_bytes))
-                self._stats.add(record)
+                record = DiskRecord(header, layout, self._files.claim(layout.file_bytes))
+                self._add(record)
                 attempt = self._gate.begin(record.cost)
                 io = RecordIo(self._os, self._checksum, self._direct)
                 work, told = partial(self._write, io, record, pieces, attempt), partial(self._ended, "write", io)
@@ -144,7 +142,7 @@ class DiskTier:
         finally:
             del refusal  # or it and this frame would keep each other alive, and with them the caller's
 
-    def read(self, record: Record, wanted: Sequence[tuple[int, int]]) -> Job:
+    def read(self, record: DiskRecord, wanted: Sequence[tuple[int, int]]) -> Job:
         """Begin to read pieces of a record that is written: the index of each, and the address that it goes to.
 
         The memory belongs to the operation until the job is done, up to the next multiple of 4096 behind each
@@ -171,7 +169,7 @@ class DiskTier:
             work, told = partial(self._read, io, record, record.file, wanted), partial(self._ended, "read", io)
             return self._queue.submit(work, urgent=True, nbytes=nbytes, told=told)
 
-    def release(self, record: Record) -> None:
+    def release(self, record: DiskRecord) -> None:
         """Nobody needs the record. Its file is used again when no operation needs it any more. Idempotent.
 
         A write that has not begun is cancelled, and its job is done at once. One that has begun reads the memory
@@ -181,14 +179,14 @@ class DiskTier:
             return
         with self._lock:
             record.released = True
-            self._stats.remove(record)
+            self._remove(record)
             if self._queue.cancel(record.job):
                 self._gate.cancel(record.cost)
                 self._files.cancel(record.claim)
             else:
                 self._free_unneeded(record)
 
-    def stats(self) -> DiskStats:
+    def stats(self) -> TierStats:
         """Return the counters of this moment."""
         with self._lock:
             reserved, files = self._files.usage()
@@ -212,7 +210,7 @@ class DiskTier:
         _end(self._queue, self._folder, self._pid)
         self._end.detach()
 
-    def _write(self, io: RecordIo, record: Record, pieces: Sequence[Piece], attempt: int) -> None:
+    def _write(self, io: RecordIo, record: DiskRecord, pieces: Sequence[Piece], attempt: int) -> None:
         try:
             with self._files.writing(record.claim) as file:
                 header, encoded = io.write(file.fd, record, pieces, reused=file.identity is not None)
@@ -220,7 +218,7 @@ class DiskTier:
             with self._lock:
                 news = self._gate.failed(attempt, record.cost, io.moved, error)
                 self._stats.failures += 1
-                self._stats.remove(record)
+                self._remove(record)
                 self._files.cancel(record.claim)
             if news:
                 _log.warning(
@@ -237,7 +235,7 @@ class DiskTier:
         if news:
             _log.warning("writing to %s works again", self._folder.path)
 
-    def _read(self, io: RecordIo, record: Record, file: SpillFile, wanted: Sequence[tuple[int, int]]) -> None:
+    def _read(self, io: RecordIo, record: DiskRecord, file: SpillFile, wanted: Sequence[tuple[int, int]]) -> None:
         sound = False
         try:
             with self._files.reading(file) as fd:
@@ -255,7 +253,19 @@ class DiskTier:
         for watcher in self._watchers:
             watcher(kind, io.moved, began, ended)
 
-    def _free_unneeded(self, record: Record) -> None:
+    def _add(self, record: DiskRecord) -> None:
+        self._stats.used += record.nbytes
+        self._stats.peak = max(self._stats.peak, self._stats.used)
+        self._stats.records += 1
+
+    def _remove(self, record: DiskRecord) -> None:
+        """The record was released, or not written. Idempotent."""
+        if record.counted:
+            record.counted = False
+            self._stats.used -= record.nbytes
+            self._stats.records -= 1
+
+    def _free_unneeded(self, record: DiskRecord) -> None:
         """Frees the file of a released record, once no operation needs it."""
         if record.released and record.operations == 0 and record.file is not None:
             self._files.free(record.file, sound=record.sound)

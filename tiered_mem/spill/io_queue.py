@@ -26,8 +26,8 @@ class IoQueue:
     def __init__(self, workers: int, name: str) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}, there must be at least 1")
-        self._urgent: dict[Job, Run] = {}  # by age, the oldest first
-        self._later: dict[Job, Run] = {}
+        self._urgent: dict[IoJob, Run] = {}  # by age, the oldest first
+        self._later: dict[IoJob, Run] = {}
         # `with` calls a function to take a condition. A signal whose handler raises in there would leave it taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -42,9 +42,9 @@ class IoQueue:
             self.close()
             raise
 
-    def submit(self, run: Run, *, urgent: bool, nbytes: int = 0, told: Told | None = None) -> Job:
+    def submit(self, run: Run, *, urgent: bool, nbytes: int = 0, told: Told | None = None) -> IoJob:
         """Have one of the threads call `run`, which moves so many bytes. Raises RuntimeError once closed."""
-        job = Job()
+        job = IoJob()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the queue is closed")
@@ -52,7 +52,7 @@ class IoQueue:
             self._changed.notify()
         return job
 
-    def cancel(self, job: Job) -> bool:
+    def cancel(self, job: IoJob) -> bool:
         """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
         with self._lock:
             if self._later.pop(job, None) is None:
@@ -82,7 +82,7 @@ class IoQueue:
             job._end(error)
             del job, error
 
-    def _next(self) -> tuple[Job, Run] | None:
+    def _next(self) -> tuple[IoJob, Run] | None:
         with self._lock:
             while not self._urgent and not self._later:
                 if self._closed:
@@ -111,13 +111,13 @@ class DriveQueue:
         self._running = threading.Lock()  # taken first
         self.now = drive.now
 
-    def submit(self, run: Run, *, urgent: bool, nbytes: int, told: Told) -> Job:
+    def submit(self, run: Run, *, urgent: bool, nbytes: int, told: Told) -> IoJob:
         """Have `run` called when the drive has moved so many bytes."""
         job = _DriveJob(self._drive.submit(nbytes, read=urgent), urgent, self._finish)
         self._under_way[job] = partial(_told_times, run, told, job.operation)
         return job
 
-    def cancel(self, job: Job) -> bool:
+    def cancel(self, job: IoJob) -> bool:
         """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
         with self._cancelling:  # or another thread might run what the drive has just taken back
             if not isinstance(job, _DriveJob) or job.urgent or job not in self._under_way:
@@ -149,7 +149,7 @@ class DriveQueue:
                 job._end(job.real.error)
 
 
-class Job:
+class IoJob:
     """An operation on the drive that a thread of the queue does."""
 
     def __init__(self) -> None:
@@ -175,14 +175,14 @@ class Job:
         self._finished.set()
 
 
-class _DriveJob(Job):
+class _DriveJob(IoJob):
     """finish: ends it, when the operation has ended. real: what runs it."""
 
     def __init__(self, operation: DriveOperation, urgent: bool, finish: Callable[[_DriveJob], None]) -> None:
         super().__init__()
         self.operation = operation
         self.urgent = urgent
-        self.real: Job | None = None
+        self.real: IoJob | None = None
         self._finish = finish
 
     @property

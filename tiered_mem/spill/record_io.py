@@ -7,12 +7,12 @@ import errno
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ..allocators.base import round_up
 from ..errors import CorruptRecord
-from .disk_record import Record
+from .disk_record import DiskRecord
 from .filesystem import Files, memory_at, pages
+from .lower_tier import Piece
 from .record import ALIGNMENT, DIGITS, Header, parse_header
 
 REQUEST_BYTES = 8 << 20
@@ -31,7 +31,7 @@ class RecordIo:
     direct: bool
     moved: int = 0
 
-    def write(self, fd: int, record: Record, pieces: Sequence[Piece], *, reused: bool) -> tuple[Header, bytes]:
+    def write(self, fd: int, record: DiskRecord, pieces: Sequence[Piece], *, reused: bool) -> tuple[Header, bytes]:
         """Write a record into a file of its length. Returns its header with checksums, also encoded.
 
         record: has an entry for each piece. reused: the file may hold another record. Raises OSError.
@@ -56,7 +56,7 @@ class RecordIo:
             self._drop_from_cache(fd)
         return header, encoded
 
-    def read(self, fd: int, record: Record, wanted: Sequence[tuple[int, int]], path: str) -> None:
+    def read(self, fd: int, record: DiskRecord, wanted: Sequence[tuple[int, int]], path: str) -> None:
         """Read pieces of a record from the file at `path`: the index of each, and the address that it goes to.
 
         Raises CorruptRecord where the file holds anything else, and OSError; then the memory is undefined.
@@ -74,7 +74,7 @@ class RecordIo:
         if not self.direct:
             self._drop_from_cache(fd)
 
-    def _check_header(self, fd: int, record: Record, path: str) -> None:
+    def _check_header(self, fd: int, record: DiskRecord, path: str) -> None:
         nbytes = len(record.encoded)
         with pages(nbytes) as start:
             self._get(fd, start, nbytes, 0, path)
@@ -112,19 +112,6 @@ class RecordIo:
     def _drop_from_cache(self, fd: int) -> None:
         with contextlib.suppress(OSError):
             self.files.advise_dropped(fd)
-
-
-class Piece(NamedTuple):
-    """Memory that becomes an entry of a record.
-
-    name, dtype: as in `Entry`. ptr: an address that is a multiple of 4096. nbytes: its size; the memory behind it,
-    up to the next multiple of 4096, is written too.
-    """
-
-    name: str
-    ptr: int
-    nbytes: int
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)

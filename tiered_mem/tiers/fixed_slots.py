@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..device.transfer import Ticket
 from ..errors import TierFull
-from ..spill.io_queue import Job
+from ..spill.lower_tier import Job
 from .host_slab import flat_form
 from .host_tier import HostSlot, HostTier
 

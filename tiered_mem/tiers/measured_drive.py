@@ -7,11 +7,8 @@ from typing import ParamSpec
 
 from ..allocators import PageableMemory, SlabPool
 from ..policies import Link
-from ..spill.disk_record import Record
-from ..spill.disk_tier import DiskTier
-from ..spill.io_queue import Job
+from ..spill.lower_tier import Job, LowerTier, Piece, Record
 from ..spill.record import ALIGNMENT
-from ..spill.record_io import Piece
 
 P = ParamSpec("P")
 
@@ -20,12 +17,12 @@ _RECORDS = 4
 _RECORD_BYTES = 8 << 20
 
 
-def measured_drive(disk: DiskTier) -> Link:
+def measured_drive(disk: LowerTier) -> Link:
     """Writes several files at once, reads them, and does both: 96 and 64 MiB, or less for a tier that is small.
 
     Raises TierFull where the tier takes nothing, and OSError where the drive fails.
     """
-    nbytes = max(1, min(_RECORD_BYTES, disk.capacity // (8 * _RECORDS)) // ALIGNMENT) * ALIGNMENT
+    nbytes = max(1, min(_RECORD_BYTES, disk.stats().capacity // (8 * _RECORDS)) // ALIGNMENT) * ALIGNMENT
     size = 2 * _RECORDS * nbytes
     with SlabPool(PageableMemory(), size, size) as pool:
         region = pool.allocate(size)
@@ -41,7 +38,7 @@ def measured_drive(disk: DiskTier) -> Link:
 class _Trial:
     """Records of `nbytes` bytes each, from memory at the addresses `sources`, and back to `targets`."""
 
-    def __init__(self, disk: DiskTier, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> None:
+    def __init__(self, disk: LowerTier, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> None:
         self._disk = disk
         self._sources = sources
         self._targets = targets

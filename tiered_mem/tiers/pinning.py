@@ -21,10 +21,11 @@ from ..allocators.registered import RegisteredMemory
 from ..allocators.slab import SlabPool
 from ..device.device import Device
 from ..errors import PinningFailed
-from ..ground.arguments import instance, whole_number, with_methods, yes_or_no
+from ..ground.arguments import whole_number, with_methods, yes_or_no
 from ..sizes import format_bytes, parse_bytes
 from ..spill.disk_tier import DiskTier
 from ..spill.io_queue import Drive
+from ..spill.lower_tier import METHODS, LowerTier
 from .host_budget import (
     HostBytes,
     HostLimit,
@@ -108,14 +109,15 @@ def disk_tier(
     spill_bytes: int | str | None,
     spill_write_budget: int | str | None,
     spill_checksum: str | None,
-    disk: DiskTier | None,
-) -> DiskTier | None:
+    disk: LowerTier | None,
+) -> LowerTier | None:
     """Arguments and errors are those of TieringManager."""
     described = (spill_dir, spill_bytes, spill_write_budget, spill_checksum) != (None, None, None, None)
     if disk is not None:
         if described:
             raise ValueError("disk comes in place of the arguments that begin with spill: give either it or these")
-        return instance("disk", disk, DiskTier)
+        with_methods("disk", disk, METHODS)
+        return disk
     if spill_dir is None:
         if described:
             raise ValueError("what begins with spill describes a disk tier, which needs a spill_dir as well")

@@ -7,10 +7,7 @@ from enum import Enum, auto
 
 from ..device.transfer import Ticket
 from ..errors import Closed, TierFull
-from ..spill.disk_record import Record
-from ..spill.disk_tier import DiskTier
-from ..spill.io_queue import Job
-from ..spill.record_io import Piece
+from ..spill.lower_tier import Job, LowerTier, Piece, Record
 from .fixed_slots import FixedSlots
 from .host_tier import HostSlot
 
@@ -78,7 +75,7 @@ class Shelf:
     their slots. kind, step: are written into the records, for people. refusal: what the disk said last.
     """
 
-    def __init__(self, slots: FixedSlots, disk: DiskTier | None, kind: str, step: int = 0) -> None:
+    def __init__(self, slots: FixedSlots, disk: LowerTier | None, kind: str, step: int = 0) -> None:
         self._disk = disk
         self._kind = kind
         self._in_slots: dict[Parcel, None] = {}  # those on their way out in the order of leaving
@@ -204,7 +201,7 @@ class Shelf:
             self.drop(parcel)
         self.slots.close()
 
-    def _begin_write(self, parcel: Parcel, disk: DiskTier) -> None:
+    def _begin_write(self, parcel: Parcel, disk: LowerTier) -> None:
         parcel.last = None
         piece = Piece(parcel.name, parcel.memory.tensor.data_ptr(), parcel.nbytes, "uint8")
         try:
