@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..sizes import format_bytes
-from .io_queue import IoJob
-from .lower_tier import State
+from .lower_tier import Job, State
 from .record import ALIGNMENT, Header, Layout
 
 _FIRST_PAUSE_S = 1.0
@@ -26,7 +25,7 @@ class DiskRecord:
     header: Header
     layout: Layout
     claim: Claim
-    job: IoJob = field(init=False)
+    job: Job = field(init=False)
     encoded: bytes = b""
     file: SpillFile | None = None
     operations: int = 1

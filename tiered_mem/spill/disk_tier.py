@@ -19,12 +19,12 @@ from ..errors import Closed, TierFull
 from ..sizes import format_bytes
 from .disk_record import DiskRecord, SpillFile, WriteGate
 from .file_pool import FilePool
-from .filesystem import Files, HollowFiles
+from .filesystem import Files
 from .folder import SpillFolder
-from .io_queue import Drive, DriveQueue, IoQueue
+from .io_queue import Drive, IoQueue, Queue
 from .lower_tier import Job, Piece, TierStats, Watcher
 from .record import ALIGNMENT, Entry, Header, check_address
-from .record_io import RecordIo, checksum_by_name, without_data
+from .record_io import RecordIo, checksum_by_name
 
 SMALLEST_RECORD = 2 * ALIGNMENT
 
@@ -44,8 +44,7 @@ class DiskTier:
     capacity: the bytes that all files together may take; None is half of what is free.
     write_budget: the bytes that may be written in all, as drives wear out.
     checksum: "xxh3_64", "crc32", "none", or None for the fastest there is.
-    drive: a model that says how long operations take; None is the real one. See DriveQueue. With a dry one files
-        have headers and no data.
+    drive: a model that says how long operations take; None is the real one.
     files, clock: for tests.
 
     now: the seconds of the drive's clock, which is that of time.perf_counter for a real one.
@@ -68,10 +67,10 @@ class DiskTier:
     ) -> None:
         if capacity is not None and capacity < SMALLEST_RECORD:
             raise ValueError(f"capacity is {capacity} bytes; the smallest record takes {SMALLEST_RECORD}")
-        dry = drive is not None and drive.dry
-        known = checksum_by_name(checksum)
-        self._checksum = without_data(known) if dry else known
-        self._os = files or (HollowFiles() if dry else Files())
+        self._checksum = checksum_by_name(checksum)
+        self._os = files or Files()
+        if drive is not None:
+            self._os = drive.files(self._os)
         self._run = uuid.uuid4().hex[:12]
         self._folder = folder = SpillFolder(spill_dir, run=self._run, files=self._os)
         try:
@@ -88,7 +87,7 @@ class DiskTier:
         except BaseException:
             folder.close()
             raise
-        self._queue = threads if drive is None else DriveQueue(drive, threads)
+        self._queue: Queue = threads if drive is None else drive.queue(threads)
         self.now = self._queue.now
         self._files = FilePool(folder, self._os, capacity=capacity, direct=self._direct)
         self._gate = WriteGate(write_budget, clock or self.now)
@@ -303,7 +302,7 @@ class DiskTier:
             raise Closed(f"the disk tier in {self._folder.path} is closed, or that of the process that forked this")
 
 
-def _end(queue: IoQueue | DriveQueue, folder: SpillFolder, pid: int) -> None:
+def _end(queue: Queue, folder: SpillFolder, pid: int) -> None:
     # The threads are the parent's, and a lock in a child may be held by one of them for ever.
     if os.getpid() == pid:
         queue.close()

@@ -37,7 +37,7 @@ class RecordIo:
         record: has an entry for each piece. reused: the file may hold another record. Raises OSError.
         """
         entries = tuple(
-            replace(entry, checksum=self.checksum.of(memory_at(piece.ptr, piece.nbytes)))
+            replace(entry, checksum=self.checksum.of(self.files.contents(piece.ptr, piece.nbytes)))
             for entry, piece in zip(record.header.entries, pieces, strict=True)
         )
         header = replace(record.header, entries=entries)
@@ -67,7 +67,7 @@ class RecordIo:
             self._get(fd, to, nbytes, offset, path)
         for index, ptr in wanted:
             entry = entries[index]
-            found = self.checksum.of(memory_at(ptr, entry.nbytes))
+            found = self.checksum.of(self.files.contents(ptr, entry.nbytes))
             if found != entry.checksum:
                 what = f"{self.checksum.name} of {entry.name}"
                 raise CorruptRecord(path, what, expected=entry.checksum, found=found)
@@ -144,11 +144,6 @@ def checksum_by_name(name: str | None) -> Checksum:
         else:
             return Checksum("xxh3_64", xxhash.xxh3_64_hexdigest)
     return Checksum("none", _no_digits) if name == "none" else Checksum("crc32", _crc32)
-
-
-def without_data(checksum: Checksum) -> Checksum:
-    """The same, but zeros for any data: where there is none to look at."""
-    return Checksum(checksum.name, lambda data: "0" * DIGITS[checksum.name])
 
 
 def _runs(parts: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
