@@ -40,10 +40,11 @@ from .phases.modules import ModulePhases
 from .policies import Action, Policy, Report, StatesShare
 from .report import flatten, plan_report, summary
 from .sizes import parse_bytes
+from .spill.disk_tier import chosen_tier
 from .spill.lower_tier import LowerTier
 from .tiers.host_budget import HostBytes
 from .tiers.host_tier import HostTier
-from .tiers.pinning import disk_tier, host_tier
+from .tiers.pinning import host_tier
 from .trace.figures import summary_rows
 from .trace.recorder import Trace
 
@@ -123,7 +124,7 @@ class TieringManager:
             if transfer_stream is not None:
                 instance("transfer_stream", transfer_stream, torch.Stream)
             self.device = Device(device)
-            self._disk = disk_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
+            self._disk = chosen_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
             if self._disk is not None and disk is None:
                 undo.callback(self._disk.close)
             self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)

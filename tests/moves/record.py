@@ -22,8 +22,7 @@ from tests.models import Stack
 from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
 from tiered_mem.policies import Action, Event, LayerOrderPolicy, LRUPolicy, Policy, SynchronizationDictPolicy
-from tiered_mem.spill.disk_record import DiskRecord
-from tiered_mem.spill.disk_tier import DiskTier
+from tiered_mem.spill.disk_tier import DiskRecord, DiskTier
 from tiered_mem.spill.lower_tier import Job, Piece
 
 MIB = 1 << 20

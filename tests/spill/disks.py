@@ -12,8 +12,7 @@ from typing import Any
 
 from tests.spill.faulty_files import FaultyFiles
 from tests.spill.memory import Memory, empty
-from tiered_mem.spill.disk_record import DiskRecord
-from tiered_mem.spill.disk_tier import DiskTier
+from tiered_mem.spill.disk_tier import DiskRecord, DiskTier
 from tiered_mem.spill.lower_tier import Job
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from tests.spill.disks import BLOCK, MIB, Disk, disk_in
 from tests.spill.faulty_files import NOTHING, ODD, SHORT, FaultyFiles
 from tests.spill.memory import noise
 from tiered_mem.errors import TierFull
-from tiered_mem.spill.disk_record import DiskRecord
+from tiered_mem.spill.disk_tier import DiskRecord
 
 OPERATIONS = ("create", "open", "pread", "pwrite", "allocate", "truncate", "stat", "close", "remove")
 OF_THE_CACHE = ("sync", "advise_dropped")

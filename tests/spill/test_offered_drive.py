@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.spill.disks import io_threads
+from tiered_mem.spill.disk_tier import chosen_tier, offered_drive
 from tiered_mem.spill.filesystem import Files
 from tiered_mem.spill.io_queue import IoQueue
-from tiered_mem.tiers.pinning import disk_tier, offered_drive
 
 
 class Slow:
@@ -37,7 +37,7 @@ def test_a_managers_disk_tier_takes_the_drive_that_a_package_offers(
     assert offered_drive() is None
     monkeypatch.syspath_prepend(packages)
     assert isinstance(offered_drive(), Slow)
-    tier = disk_tier(str(spill_dir), "1MiB", None, None, None)
+    tier = chosen_tier(str(spill_dir), "1MiB", None, None, None)
     assert tier is not None
     assert tier.now() == 0
     tier.close()

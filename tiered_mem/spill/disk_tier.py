@@ -10,23 +10,27 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import entry_points
 from typing import Literal
 
 from ..allocators.base import round_up
 from ..errors import Closed, TierFull
-from ..sizes import format_bytes
-from .disk_record import DiskRecord, SpillFile, WriteGate
-from .file_pool import FilePool
+from ..ground.arguments import with_methods
+from ..sizes import format_bytes, parse_bytes
+from .file_pool import Claim, FilePool, SpillFile
 from .filesystem import Files
 from .folder import SpillFolder
 from .io_queue import Drive, IoQueue, Queue
-from .lower_tier import Job, Piece, TierStats, Watcher
-from .record import ALIGNMENT, Entry, Header, check_address
+from .lower_tier import METHODS, Job, LowerTier, Piece, State, TierStats, Watcher
+from .record import ALIGNMENT, Entry, Header, Layout, check_address
 from .record_io import RecordIo, checksum_by_name
 
 SMALLEST_RECORD = 2 * ALIGNMENT
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
 
 _log = logging.getLogger("tiered_mem.spill")
 
@@ -131,7 +135,7 @@ class DiskTier:
                 record = DiskRecord(header, layout, self._files.claim(layout.file_bytes))
                 self._add(record)
                 attempt = self._gate.begin(record.cost)
-                io = RecordIo(self._os, self._checksum, self._direct)
+                io = RecordIo(self._os, self._checksum, self._direct, record.header, record.layout)
                 work, told = partial(self._write, io, record, pieces, attempt), partial(self._ended, "write", io)
                 record.job = self._queue.submit(work, urgent=False, nbytes=record.nbytes, told=told)
                 return record
@@ -164,7 +168,7 @@ class DiskTier:
             record.operations += 1
             nbytes = record.layout.header_bytes
             nbytes += sum(round_up(record.header.entries[index].nbytes) for index, _ in wanted)
-            io = RecordIo(self._os, self._checksum, self._direct)
+            io = RecordIo(self._os, self._checksum, self._direct, record.header, record.layout)
             work, told = partial(self._read, io, record, record.file, wanted), partial(self._ended, "read", io)
             return self._queue.submit(work, urgent=True, nbytes=nbytes, told=told)
 
@@ -212,7 +216,7 @@ class DiskTier:
     def _write(self, io: RecordIo, record: DiskRecord, pieces: Sequence[Piece], attempt: int) -> None:
         try:
             with self._files.writing(record.claim) as file:
-                header, encoded = io.write(file.fd, record, pieces, reused=file.identity is not None)
+                header, encoded = io.write(file.fd, pieces, reused=file.identity is not None)
         except BaseException as error:
             with self._lock:
                 news = self._gate.failed(attempt, record.cost, io.moved, error)
@@ -238,7 +242,7 @@ class DiskTier:
         sound = False
         try:
             with self._files.reading(file) as fd:
-                io.read(fd, record, wanted, self._files.path(file))
+                io.read(fd, record.encoded, wanted, self._files.path(file))
             sound = True
         finally:
             with self._lock:
@@ -300,6 +304,156 @@ class DiskTier:
     def _check_open(self) -> None:
         if not self._is_open():
             raise Closed(f"the disk tier in {self._folder.path} is closed, or that of the process that forked this")
+
+
+@dataclass(slots=True, eq=False)
+class DiskRecord:
+    """One file's worth of memory, on its way to the drive or there.
+
+    header: without checksums until it is written. job: the write; once it is done without an error, the record is
+    on the drive. The rest is the tier's.
+    """
+
+    header: Header
+    layout: Layout
+    claim: Claim
+    job: Job = field(init=False)
+    encoded: bytes = b""
+    file: SpillFile | None = None
+    operations: int = 1
+    counted: bool = True
+    released: bool = False
+    sound: bool = True
+
+    @property
+    def number(self) -> int:
+        """No other record of the tier has it."""
+        return self.header.number
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its file."""
+        return self.layout.file_bytes
+
+    @property
+    def cost(self) -> int:
+        """The most bytes that writing it takes, with the zeros that first end the older record in its file."""
+        return self.nbytes + ALIGNMENT
+
+
+class WriteGate:
+    """Counts written bytes, and pauses writing after a failure: for 1 s, then twice as long each time, up to 60 s.
+
+    Each write that begins gets the number of its attempt, and hands it back at its end. Of writes that were under
+    way together only the first failure counts, and only a write that began after it shows that all is well again.
+    Not thread-safe.
+
+    budget: the bytes that may ever be written, or None. clock: seconds.
+    """
+
+    def __init__(self, budget: int | None, clock: Callable[[], float]) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._promised = 0
+        self._spent = False
+        self._told = False
+        self._pause = self._until = 0.0
+        self._attempt = 0
+        self._error = ""
+        self.written = 0
+
+    @property
+    def state(self) -> State:
+        """As in `TierStats`."""
+        return "budget spent" if self._spent else "failing" if self._pause else "ok"
+
+    def refusal(self, nbytes: int) -> str | None:
+        """The reason why a write of `nbytes` may not begin now, with advice; None if it may."""
+        total = self.written + self._promised + nbytes
+        self._spent = self._budget is not None and total > self._budget
+        if self._budget is not None and self._spent:
+            return (
+                f"of the write budget of {format_bytes(self._budget)}, {format_bytes(total - nbytes)} are spent; "
+                "raise it if the drive may wear more"
+            )
+        if self._pause and (left := self._until - self._clock()) > 0:
+            return f"writing is tried again in {left:.1f} s, as it failed: {self._error}"
+        return None
+
+    def budget_news(self) -> bool:
+        """Whether the budget was too small for the first time."""
+        news = self._spent and not self._told
+        self._told = self._told or news
+        return news
+
+    def begin(self, nbytes: int) -> int:
+        """A write of at most `nbytes` begins. Returns the number of its attempt."""
+        self._promised += nbytes
+        return self._attempt
+
+    def cancel(self, nbytes: int) -> None:
+        """A write of at most `nbytes` was cancelled before it began."""
+        self._promised -= nbytes
+
+    def succeeded(self, attempt: int, nbytes: int, written: int) -> bool:
+        """A write of at most `nbytes` has written `written`. Returns whether that ends a pause."""
+        self._count(nbytes, written)
+        news = self._pause > 0 and attempt == self._attempt
+        if news:
+            self._pause = 0.0
+        return news
+
+    def failed(self, attempt: int, nbytes: int, written: int, error: BaseException) -> bool:
+        """A write of at most `nbytes` has failed after `written`. Returns whether writing worked before."""
+        self._count(nbytes, written)
+        if attempt != self._attempt:
+            return False
+        news = not self._pause
+        self._attempt += 1
+        self._pause = min(2 * self._pause or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._until = self._clock() + self._pause
+        self._error = str(error) or type(error).__name__
+        return news
+
+    def _count(self, promised: int, written: int) -> None:
+        self._promised -= promised
+        self.written += written
+
+
+def chosen_tier(
+    spill_dir: str | os.PathLike[str] | None,
+    spill_bytes: int | str | None,
+    spill_write_budget: int | str | None,
+    spill_checksum: str | None,
+    disk: LowerTier | None,
+) -> LowerTier | None:
+    """The tier below the host, if there is one. Arguments and errors are those of TieringManager."""
+    described = (spill_dir, spill_bytes, spill_write_budget, spill_checksum) != (None, None, None, None)
+    if disk is not None:
+        if described:
+            raise ValueError("disk comes in place of the arguments that begin with spill: give either it or these")
+        with_methods("disk", disk, METHODS)
+        return disk
+    if spill_dir is None:
+        if described:
+            raise ValueError("what begins with spill describes a disk tier, which needs a spill_dir as well")
+        return None
+    return DiskTier(
+        spill_dir,
+        capacity=None if spill_bytes is None else parse_bytes(spill_bytes, "spill_bytes"),
+        write_budget=None if spill_write_budget is None else parse_bytes(spill_write_budget, "spill_write_budget"),
+        checksum=spill_checksum,
+        drive=offered_drive(),
+    )
+
+
+def offered_drive() -> Drive | None:
+    """The first drive that an installed package offers to this process, by an entry point "tiered_mem.drives".
+
+    That is a function without arguments; it returns None where there is nothing to be modelled.
+    """
+    offers = (entry.load()() for entry in entry_points(group="tiered_mem.drives"))
+    return next((drive for drive in offers if drive is not None), None)
 
 
 def _end(queue: Queue, folder: SpillFolder, pid: int) -> None:

@@ -1,12 +1,8 @@
-"""The tiers that a manager's arguments ask for, and where the host tier's memory comes from.
-
-Its source is chosen once, by asking torch what it recognises as pinned.
-"""
+"""Where the host tier's memory comes from: the first source that torch recognises as pinned."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -22,10 +18,7 @@ from ..allocators.slab import SlabPool
 from ..device.device import Device
 from ..errors import PinningFailed
 from ..ground.arguments import whole_number, with_methods, yes_or_no
-from ..sizes import format_bytes, parse_bytes
-from ..spill.disk_tier import DiskTier
-from ..spill.io_queue import Drive
-from ..spill.lower_tier import METHODS, LowerTier
+from ..sizes import format_bytes
 from .host_budget import (
     HostBytes,
     HostLimit,
@@ -102,42 +95,6 @@ def host_tier(
         _, pool = chosen_pool(device, capacity, pin, preallocate=preallocate)
         others.add(pool)
     return HostTier(pool, device, steps_in_flight=steps_in_flight)
-
-
-def disk_tier(
-    spill_dir: str | os.PathLike[str] | None,
-    spill_bytes: int | str | None,
-    spill_write_budget: int | str | None,
-    spill_checksum: str | None,
-    disk: LowerTier | None,
-) -> LowerTier | None:
-    """Arguments and errors are those of TieringManager."""
-    described = (spill_dir, spill_bytes, spill_write_budget, spill_checksum) != (None, None, None, None)
-    if disk is not None:
-        if described:
-            raise ValueError("disk comes in place of the arguments that begin with spill: give either it or these")
-        with_methods("disk", disk, METHODS)
-        return disk
-    if spill_dir is None:
-        if described:
-            raise ValueError("what begins with spill describes a disk tier, which needs a spill_dir as well")
-        return None
-    return DiskTier(
-        spill_dir,
-        capacity=None if spill_bytes is None else parse_bytes(spill_bytes, "spill_bytes"),
-        write_budget=None if spill_write_budget is None else parse_bytes(spill_write_budget, "spill_write_budget"),
-        checksum=spill_checksum,
-        drive=offered_drive(),
-    )
-
-
-def offered_drive() -> Drive | None:
-    """The first drive that an installed package offers to this process, by an entry point "tiered_mem.drives".
-
-    That is a function without arguments; it returns None where there is nothing to be modelled.
-    """
-    offers = (entry.load()() for entry in entry_points(group="tiered_mem.drives"))
-    return next((drive for drive in offers if drive is not None), None)
 
 
 def offered_host() -> HostLimit | None:
