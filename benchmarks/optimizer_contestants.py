@@ -16,7 +16,7 @@ from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, SlabPool
 from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.spill.lower_tier import Job, Piece, Record
-from tiered_mem.tiers.host_slab import bytes_of
+from tiered_mem.tiers.host_tier import bytes_of
 
 # Of AdamW's states: two moments in fp32.
 STATE_BYTES = 8

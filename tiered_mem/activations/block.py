@@ -13,8 +13,7 @@ import torch
 from ..device.device import Device, Stream
 from ..device.transfer import Ticket
 from ..spill.lower_tier import Job, Record
-from ..tiers.host_slab import Form, flat_form
-from ..tiers.host_tier import HostSlot, Lease
+from ..tiers.host_tier import Form, HostSlot, Lease, flat_form
 from .movable import moves_whole
 
 # Which storage, the first byte in it, and the number of bytes.

@@ -12,8 +12,7 @@ from ..device.device import Device
 from ..errors import Closed, TierFull, changed_tensor
 from ..ground.stats import Counters
 from ..policies.base import Release, Spill
-from ..tiers.host_slab import Form
-from ..tiers.host_tier import HostSlot, HostTier, groups
+from ..tiers.host_tier import Form, HostSlot, HostTier, groups
 from .block import Block, Place, SavedBlocks, View
 from .block_copies import BlockCopies
 from .host_room import HostRoom

@@ -16,8 +16,8 @@ from ..device.transfer import TransferEngine
 from ..policies import StatesShare
 from ..sizes import format_bytes
 from ..spill.lower_tier import LowerTier
-from ..tiers.fixed_slots import Exclusive
 from ..tiers.host_tier import HostTier
+from ..tiers.shelf import Exclusive
 from .buckets import Buckets
 from .misuse import StepCheck, check_optimizer
 from .residences import Residences

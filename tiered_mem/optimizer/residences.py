@@ -10,9 +10,8 @@ from ..allocators.base import round_up
 from ..errors import TierFull
 from ..sizes import format_bytes
 from ..spill.lower_tier import LowerTier
-from ..tiers.fixed_slots import Exclusive, FixedSlots
 from ..tiers.host_tier import HostTier
-from ..tiers.shelf import Shelf
+from ..tiers.shelf import Exclusive, FixedSlots, Shelf
 from .bucket import Bucket, Residence
 from .layout import Param, StateLayout
 

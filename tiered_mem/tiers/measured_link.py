@@ -10,7 +10,7 @@ import torch
 
 from ..device.device import Device, Stream
 from ..errors import DeviceUnavailable
-from .host_slab import bytes_of, is_pinned
+from .host_tier import bytes_of, is_pinned
 from .pinning import chosen_pool, numa_node
 
 _BYTES = 64 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 
 from ..allocators.acl import AclPinnedMemory, AclRegistrar, AclRuntime
-from ..allocators.base import HostMemory, HostPool, OutOfHostMemory
-from ..allocators.cuda import CudaPinnedMemory, CudaRegistrar
+from ..allocators.base import DirectMemory, HostMemory, HostPool, OutOfHostMemory, Region, round_up
+from ..allocators.cuda import CudaError, CudaPinnedMemory, CudaRegistrar
 from ..allocators.pages import LockedMemory, PageableMemory, node_of_pci
 from ..allocators.registered import RegisteredMemory
+from ..allocators.runtime import RuntimeRegistrar, cannot_pin
 from ..allocators.slab import SlabPool
 from ..device.device import Device
 from ..errors import PinningFailed
@@ -28,9 +30,7 @@ from .host_budget import (
     local_processes,
     memlock_limit,
 )
-from .host_slab import bytes_of, is_pinned
-from .host_tier import HostTier
-from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
+from .host_tier import HostTier, bytes_of, is_pinned
 
 _log = logging.getLogger("tiered_mem.tiers")
 
@@ -151,6 +151,60 @@ def numa_node(device: Device) -> int | None:
     return None if address is None else node_of_pci(address)
 
 
+class TorchPinnedMemory(DirectMemory[torch.Tensor]):
+    """A `HostMemory` from torch's own pinned allocator, which rounds every request up to a power of two.
+
+    For stacks on which torch does not recognise memory pinned by others. Memory that is given back stays with
+    torch, for its next request of that size.
+    """
+
+    def footprint(self, nbytes: int) -> int:
+        """Return how much torch pins for a region: a power of two."""
+        return 1 << max(nbytes - 1, 0).bit_length()
+
+    def _obtain(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        tensor = _pinned_by_torch(nbytes)
+        if round_up(tensor.data_ptr()) != tensor.data_ptr():  # torch puts small ones next to each other
+            tensor = _pinned_by_torch(nbytes + round_up(1))
+        return round_up(tensor.data_ptr()), tensor
+
+    def _give_back(self, region: Region, held: torch.Tensor) -> None:
+        """The memory is free when nothing refers to the tensor any more."""
+
+
+class NpurtRegistrar(RuntimeRegistrar):
+    """A `Registrar` that makes memory known to Ascend's runtime through torch_npu. The runtime's error is AclError.
+
+    npurt: torch.npu.npurt() by default. Raises RuntimeError if torch_npu is not loaded or is too old to have it,
+        and OSError if Ascend's runtime is not found.
+    """
+
+    def __init__(self, npurt: Any = None) -> None:
+        npurt = _npurt() if npurt is None else npurt
+        error = AclRuntime().error  # torch_npu says nothing of a failure but its code
+        super().__init__(npurt, error, "npuHostRegister", "npuHostUnregister", AclRegistrar.PINNED)
+
+
+class CudartRegistrar(RuntimeRegistrar):
+    """A `Registrar` that makes memory known to the CUDA runtime through torch, which may have it built in.
+
+    The runtime's error is CudaError.
+
+    cudart: torch.cuda.cudart() by default. Raises RuntimeError if torch has no CUDA.
+    forget: drops the error that CUDA remembers from a failed call.
+    """
+
+    def __init__(self, cudart: Any = None, forget: Callable[[], None] | None = None) -> None:
+        self._cudart = _cudart() if cudart is None else cudart
+        self._forget = _launch_a_kernel if forget is None else forget
+        register, unregister = "cudaHostRegister", "cudaHostUnregister"
+        super().__init__(self._cudart, self._failure, register, unregister, CudaRegistrar.PORTABLE)
+
+    def _failure(self, function: str, status: Any, nbytes: int | None = None) -> CudaError:
+        self._forget()
+        return CudaError(function, int(status), nbytes, self._cudart.cudaGetErrorString(status))
+
+
 def _pool(source: HostMemory, capacity: int) -> SlabPool:
     return SlabPool(source, min(_SLAB_BYTES, capacity), capacity)
 
@@ -186,3 +240,44 @@ def _filled(pool: SlabPool, preallocate: bool) -> SlabPool:
                 "the host pool has %s of %s: %s", format_bytes(reserved), format_bytes(capacity), str(error)
             )
     return pool
+
+
+def _pinned_by_torch(nbytes: int) -> torch.Tensor:
+    try:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise _not_pinned(nbytes, error) from error
+    if tensor.data_ptr() != 0:
+        return tensor
+    # Where torch_npu cannot pin it says nothing, gives null, and keeps that for the next request of the size.
+    runtime = AclRuntime()
+    failure = runtime.recall("aclrtMallocHost", nbytes)
+    del tensor
+    torch.get_device_module().host_empty_cache()
+    runtime.recall("aclrtFreeHost", nbytes)  # it has freed null as well
+    raise _not_pinned(nbytes, failure)
+
+
+def _not_pinned(nbytes: int, why: RuntimeError) -> OutOfHostMemory:
+    return cannot_pin(f"torch could not pin {format_bytes(nbytes)}: {why}", nbytes)
+
+
+def _npurt() -> Any:
+    module = torch.get_device_module("npu")
+    if not hasattr(module, "npurt"):
+        raise RuntimeError("this torch_npu has no npurt(); update it, or register by AclRegistrar")
+    return module.npurt()
+
+
+def _cudart() -> Any:
+    module: Any = torch.cuda
+    if torch.version.cuda is None:
+        raise RuntimeError("this torch is built without CUDA")
+    return module.cudart()
+
+
+def _launch_a_kernel() -> None:
+    # torch does not bind cudaGetLastError. The check after a launch calls it, and takes what it finds for
+    # that launch's own error.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
