@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from .device.device import Device
 from .errors import TierFull
@@ -11,8 +12,8 @@ from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_n
 from .rehearsal import Rehearsal, Wish
 from .sizes import format_bytes, parse_bytes
 from .spill.lower_tier import LowerTier
-from .tiers.measured_drive import measured_drive
-from .tiers.measured_link import measured
+from .tiers.measure import measured_link, measured_tier
+from .tiers.pinning import pinned_slab
 
 _log = logging.getLogger("tiered_mem.automatic")
 
@@ -25,6 +26,8 @@ _ROUNDED = 4 << 20
 _LRU = 0.25
 # A link of 50 GB/s takes a third of a millisecond for this, a hundred times its latency.
 _MEASURED_BYTES = 16 << 20
+# What goes to the tier below the host to measure it: less where that is small.
+_TIER_BYTES = 32 << 20
 
 
 class PolicyChoice:
@@ -69,16 +72,15 @@ class PolicyChoice:
                 f"device_budget is {format_bytes(budget)}, and the device has {format_bytes(total)}, of which this "
                 f"process can use {format_bytes(usable)}: give at most that, or no device_budget"
             )
-        speed = measured(device, _MEASURED_BYTES, rounds=3)
-        out, back = speed.from_device * 1e9, speed.to_device * 1e9
-        both = min(1.0, speed.both * 1e9 / (out + back))
+        with pinned_slab(device, 2 * _MEASURED_BYTES) as (_, on_host):
+            link = measured_link(device, on_host, rounds=3)
         _log.info(
             "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
-            *(format_bytes(budget), speed.from_device, speed.to_device, 100 * both),
+            *(format_bytes(budget), link.out / 1e9, link.back / 1e9, 100 * link.both),
         )
         planned = PlannedPolicy(
             budget,
-            Link(out, back, both=both, drive=None if disk is None else _drive(disk)),
+            replace(link, drive=None if disk is None else _drive(disk)),
             fragments=int(_FRAGMENTS * total) if asked is None else None,
             slowdown=self._slowdown,
             host_bytes=host_bytes,
@@ -90,7 +92,7 @@ class PolicyChoice:
 def _drive(disk: LowerTier) -> Link | None:
     """None, with a warning, where it cannot be measured."""
     try:
-        drive = measured_drive(disk)
+        drive = measured_tier(disk, min(_TIER_BYTES, disk.stats().capacity // 8))
     except (TierFull, OSError) as error:
         _log.warning("what goes to disk is not planned, but decided when the host is full: %s", error)
         return None

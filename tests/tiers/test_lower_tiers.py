@@ -16,9 +16,10 @@ from tests.spill.disks import MIB, disk_in
 from tests.spilling import Training
 from tests.tiers.lower_tier_contract import CONTRACT, Subject
 from tests.tiers.remote_tier import RemoteTier
-from tiered_mem import TieringManager
+from tiered_mem import TierFull, TieringManager
 from tiered_mem.policies import LayerOrderPolicy, Link, LRUPolicy, PlannedPolicy, Policy
 from tiered_mem.spill.lower_tier import METHODS, LowerTier
+from tiered_mem.tiers.measure import measured_tier, room_for
 
 
 class OnDisk:
@@ -143,6 +144,27 @@ def test_a_wire_that_breaks_costs_no_numbers(kind: str, device: str, training: T
         assert remote.stats().failures > 0
         remote.broken.clear()
         assert training.step(manager)
+
+
+def test_a_tier_is_measured_by_its_own_clock() -> None:
+    """One message at a time takes a millisecond and its bytes, each way alone or both at once."""
+    heard: list[int] = []
+    tier = RemoteTier(room_for(64 * MIB))
+    link = measured_tier(tier, 64 * MIB, rounds=3, moved=heard.append)
+    seconds = 1e-3 + 8 * MIB / 1e9
+    assert (link.out, link.back, link.both) == pytest.approx((8 * MIB / seconds, 8 * MIB / seconds, 0.5))
+    assert link.latency == pytest.approx(1e-3 + 4096 / 1e9)
+    assert sum(heard) == 13 * 64 * MIB
+    assert (tier.stats().records, tier.stats().used) == (0, 0)
+
+
+def test_a_tier_that_fails_or_is_too_small_is_not_measured() -> None:
+    broken, small = RemoteTier(64 * MIB), RemoteTier(room_for(4 * MIB) // 2)
+    broken.broken["write"] = 1
+    for tier, error in ((broken, ConnectionError), (small, TierFull)):
+        with pytest.raises(error):
+            measured_tier(tier, 4 * MIB)
+        assert tier.stats().records == 0
 
 
 def test_what_lacks_a_method_is_no_tier(device: str) -> None:

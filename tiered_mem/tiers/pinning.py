@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -137,6 +137,18 @@ def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: 
         )
     _log.warning("host memory is not pinned, and the host waits at each copy: %s", tried)
     return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
+
+
+@contextlib.contextmanager
+def pinned_slab(device: Device, nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Host memory for copies from and to the device, for as long as this is entered, and the name of its source."""
+    pin, pool = chosen_pool(device, nbytes, "try", preallocate=True)
+    with pool:
+        region = pool.allocate(nbytes)
+        try:
+            yield pin, bytes_of(pool.slab(region))
+        finally:
+            pool.deallocate(region)
 
 
 def numa_node(device: Device) -> int | None:
