@@ -20,7 +20,7 @@ from tiered_mem.allocators import SlabPool
 from tiered_mem.device.device import Device
 from tiered_mem.errors import PinningFailed
 from tiered_mem.sizes import parse_bytes
-from tiered_mem.tiers.host_slab import bytes_of
+from tiered_mem.tiers.host_tier import bytes_of
 from tiered_mem.tiers.pinning import chosen_pool
 
 SOURCES = {"npu": ("acl", "npurt", "acl-register"), "cuda": ("cuda", "cudart", "cuda-register")}

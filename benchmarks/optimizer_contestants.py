@@ -14,11 +14,9 @@ from torch.optim.adamw import AdamW, adamw
 
 from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, SlabPool
-from tiered_mem.spill.disk_record import Record
 from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.spill.io_queue import Job
-from tiered_mem.spill.record_io import Piece
-from tiered_mem.tiers.host_slab import bytes_of
+from tiered_mem.spill.lower_tier import Job, Piece, Record
+from tiered_mem.tiers.host_tier import bytes_of
 
 # Of AdamW's states: two moments in fp32.
 STATE_BYTES = 8

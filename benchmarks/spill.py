@@ -30,7 +30,7 @@ from benchmarks.spill_peers import SAFETENSORS, TIER, Contestant, Safetensors, S
 from tiered_mem.allocators import PageableMemory, Region, SlabPool
 from tiered_mem.sizes import format_bytes, parse_bytes
 from tiered_mem.spill.filesystem import filesystem_of
-from tiered_mem.tiers.host_slab import bytes_of
+from tiered_mem.tiers.host_tier import bytes_of
 
 # What the disk tier has to reach, as a multiple of the best of fio and of safetensors.
 DEMANDED = {("fio", "write"): 0.9, ("fio", "read"): 0.9, (SAFETENSORS, "write"): 3.0, (SAFETENSORS, "read"): 2.0}

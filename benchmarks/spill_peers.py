@@ -18,11 +18,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from tiered_mem.allocators import Region
-from tiered_mem.spill.disk_record import Record
 from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.spill.io_queue import Job
-from tiered_mem.spill.record_io import Piece
-from tiered_mem.tiers.host_slab import bytes_of
+from tiered_mem.spill.lower_tier import Job, Piece, Record
+from tiered_mem.tiers.host_tier import bytes_of
 
 TIER, SAFETENSORS = "disk tier", "safetensors"
 # Requests under way of each peer with libaio, and DeepSpeed's threads: as many as the disk tier's.

@@ -70,7 +70,7 @@ WING = "activations/"
 BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
 SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
-SHELF = code("shelf", "fixed_slots", folder="tiers/")
+SHELF = code("shelf", folder="tiers/")
 COPIES = [*code("transfer", folder="device/"), *code("host_tier", folder="tiers/"), *code("manager")]
 OPTIMIZER = ("pipeline", "states", "buckets", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")

@@ -9,7 +9,7 @@ from tiered_mem import TieringManager
 from tiered_mem.activations.block import Block, View, origin_of
 from tiered_mem.allocators import SlabPool
 from tiered_mem.policies import Action, Event, LayerEnd
-from tiered_mem.tiers.host_slab import Form
+from tiered_mem.tiers.host_tier import Form
 
 NBYTES = 12 << 20  # above 10 MiB the caching allocator gives a tensor a segment of its own
 SLOW = "50MB/s"  # a quarter of a second for a copy

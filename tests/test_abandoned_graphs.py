@@ -12,7 +12,7 @@ import torch
 from tests.conftest import EMULATED, MakeManager
 from tests.models import backward, equal, eventually, gradients_of, is_empty, small_stack, stack
 from tiered_mem import TieringManager
-from tiered_mem.tiers.host_slab import Form
+from tiered_mem.tiers.host_tier import Form
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

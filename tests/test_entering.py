@@ -27,7 +27,7 @@ from tiered_mem.policies import (
     LayerOrderPolicy,
     Saved,
 )
-from tiered_mem.tiers.host_slab import flat_form
+from tiered_mem.tiers.host_tier import flat_form
 
 Entering = Callable[[TieringManager, Stack], AbstractContextManager[object]]
 

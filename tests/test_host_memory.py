@@ -15,8 +15,7 @@ from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, SlabPool
 from tiered_mem.device.device import Device
 from tiered_mem.errors import PinningFailed
-from tiered_mem.tiers.host_slab import Form, flat_form
-from tiered_mem.tiers.host_tier import HostTier
+from tiered_mem.tiers.host_tier import Form, HostTier, flat_form
 
 ROOT = Path(__file__).parent.parent
 MIB = 1 << 20

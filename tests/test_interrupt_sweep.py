@@ -27,7 +27,6 @@ HARMLESS = {
     "by_layer.py": ["__init__"],
     "contexts.py": ["<genexpr>", "<listcomp>", "movable", "of_layers", "of_loop"],
     "device.py": ["<setcomp>", "check_some_here", "owns"],
-    "disk_tier.py": ["capacity"],
     "forward_pass.py": ["load"],
     "layer_context.py": ["<lambda>", "__init__", "restart", "sync"],
     "layer_order.py": ["__init__", "check"],
@@ -60,7 +59,6 @@ HARMLESS = {
         "step",
     ],
     "trial.py": ["params_of"],
-
 }
 MAY_BE_INTERRUPTED = {f"{file}:{name}" for file, names in HARMLESS.items() for name in names}
 

@@ -36,6 +36,7 @@ BELOW_LEAF = {"policies": {"..ground.arguments", "..sizes"}, "allocators": {"..s
 FOR_PEOPLE = {"rich"}
 # What tiered_mem/spill/ may import of the rest: it knows addresses and files, and nothing of torch.
 BELOW_SPILL = {"allocators", "errors", "sizes"}
+ARGUMENTS = ROOT / "tiered_mem" / "ground" / "arguments.py"
 
 # tiered_mem/ from the bottom up: each file or package may import those of the rows above its own, and the leaves.
 ORDER = [
@@ -168,8 +169,14 @@ def test_the_disk_tier_knows_nothing_of_torch() -> None:
     for path in sorted((ROOT / "tiered_mem" / "spill").glob("*.py")):
         strange = {top(name) for name in imports(tree_of(path)) if not name.startswith(".")}
         strange -= {*sys.stdlib_module_names, "numpy", "psutil", *OPTIONAL}
-        strange |= rooms(path) - BELOW_SPILL
+        strange |= {room_of(other) for other in GRAPH[path] - {ARGUMENTS}} - {"spill", *LEAVES, *BELOW_SPILL}
         assert not strange, f"{path.relative_to(ROOT)} imports {strange}"
+
+
+def test_a_tier_below_the_host_is_known_by_its_seam_only() -> None:
+    """Files are one such tier. The command line and whatever makes the default one know that."""
+    concrete = ROOT / "tiered_mem" / "spill" / "disk_tier.py"
+    assert {room_of(path) for path in PRODUCT if concrete in GRAPH[path]} == {"cli", "manager"}
 
 
 def test_nothing_in_tiered_mem_needs_the_drop_in_or_the_command_line() -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.conftest import EMULATED
 from tests.contracts import check_host_memory
 from tiered_mem.allocators import OutOfHostMemory, Region
-from tiered_mem.tiers.torch_memory import NpurtRegistrar, TorchPinnedMemory
+from tiered_mem.tiers.pinning import NpurtRegistrar, TorchPinnedMemory
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 from .device.device import Device
@@ -12,9 +13,9 @@ from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_n
 from .policies.base import Adapted
 from .rehearsal import Rehearsal, Wish
 from .sizes import format_bytes, parse_bytes
-from .spill.disk_tier import DiskTier
-from .tiers.measured_drive import measured_drive
-from .tiers.measured_link import measured
+from .spill.lower_tier import LowerTier
+from .tiers.measure import measured_link, measured_tier
+from .tiers.pinning import pinned_slab
 
 _log = logging.getLogger("tiered_mem.automatic")
 
@@ -27,6 +28,8 @@ _ROUNDED = 4 << 20
 _LRU = 0.25
 # A link of 50 GB/s takes a third of a millisecond for this, a hundred times its latency.
 _MEASURED_BYTES = 16 << 20
+# What goes to the tier below the host to measure it: less where that is small.
+_TIER_BYTES = 32 << 20
 
 
 class PolicyChoice:
@@ -43,7 +46,7 @@ class PolicyChoice:
                 "policy", policy_by_name(policy) if isinstance(policy, str) else policy, ("check", "decide")
             )
 
-    def on(self, device: Device, host_bytes: int | None, disk: DiskTier | None = None) -> Policy:
+    def on(self, device: Device, host_bytes: int | None, disk: LowerTier | None = None) -> Policy:
         """The policy for a device and so much host memory. For "auto" the link is measured, and the drive."""
         usable, total = device.usable_and_total()
         if not isinstance(self._policy, str):
@@ -61,7 +64,7 @@ class PolicyChoice:
         return LayerOrderPolicy()
 
     def _planned(
-        self, device: Device, usable: int, total: int, host_bytes: int | None, disk: DiskTier | None
+        self, device: Device, usable: int, total: int, host_bytes: int | None, disk: LowerTier | None
     ) -> Policy:
         rehearsal = Wish.of_environment()
         asked = self._device_budget if rehearsal is None else rehearsal.budget
@@ -71,17 +74,16 @@ class PolicyChoice:
                 f"device_budget is {format_bytes(budget)}, and the device has {format_bytes(total)}, of which this "
                 f"process can use {format_bytes(usable)}: give at most that, or no device_budget"
             )
-        speed = measured(device, _MEASURED_BYTES, rounds=3)
-        out, back = speed.from_device * 1e9, speed.to_device * 1e9
-        both = min(1.0, speed.both * 1e9 / (out + back))
+        with pinned_slab(device, 2 * _MEASURED_BYTES) as (_, on_host):
+            link = measured_link(device, on_host, rounds=3)
         _log.info(
             "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
-            *(format_bytes(budget), speed.from_device, speed.to_device, 100 * both),
+            *(format_bytes(budget), link.out / 1e9, link.back / 1e9, 100 * link.both),
         )
         make = PlannedPolicy if rehearsal is None else partial(Rehearsal, rehearsal, device.synchronize)
         return make(
             budget,
-            Link(out, back, both=both, drive=None if disk is None else _drive(disk)),
+            replace(link, drive=None if disk is None else _drive(disk)),
             fragments=int(_FRAGMENTS * total) if asked is None else None,
             slowdown=self._slowdown,
             host_bytes=host_bytes,
@@ -89,10 +91,10 @@ class PolicyChoice:
         )
 
 
-def _drive(disk: DiskTier) -> Link | None:
+def _drive(disk: LowerTier) -> Link | None:
     """None, with a warning, where it cannot be measured."""
     try:
-        drive = measured_drive(disk)
+        drive = measured_tier(disk, min(_TIER_BYTES, disk.stats().capacity // 8))
     except (TierFull, OSError) as error:
         _log.warning("what goes to disk is not planned, but decided when the host is full: %s", error)
         return None

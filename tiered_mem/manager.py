@@ -40,10 +40,11 @@ from .phases.modules import ModulePhases
 from .policies import Action, PlannedPolicy, Policy, Report
 from .report import flatten, plan_report, summary
 from .sizes import parse_bytes
-from .spill.disk_tier import DiskTier
+from .spill.disk_tier import chosen_tier
+from .spill.lower_tier import LowerTier
 from .tiers.host_budget import HostBytes
 from .tiers.host_tier import HostTier
-from .tiers.pinning import disk_tier, host_tier
+from .tiers.pinning import host_tier
 from .trace.figures import summary_rows
 from .trace.recorder import Trace
 
@@ -76,8 +77,8 @@ class TieringManager:
         what is free in spill_dir.
     spill_write_budget: the most bytes to write in all, for the sake of the drive; then the tier takes no more.
     spill_checksum: "xxh3_64", "crc32" or "none". None is "xxh3_64" if the package xxhash is installed, or "crc32".
-    disk: a disk tier to use in place of one of its own. It is closed with the manager. Then none of the four
-        arguments before this one is given.
+    disk: a tier to use in place of files: any object with the methods of a LowerTier (docs/lower_tier.md). It is
+        closed with the manager. Then none of the four arguments before this one is given.
     transfer_stream: a stream of the device for the copies in both directions. None is two streams of its own, so
         that copies to the host and to the device run side by side.
     steps_in_flight: how many forwards, with their backwards, may have copies under way before the host waits. Each
@@ -109,7 +110,7 @@ class TieringManager:
         spill_bytes: int | str | None = None,
         spill_write_budget: int | str | None = None,
         spill_checksum: str | None = None,
-        disk: DiskTier | None = None,
+        disk: LowerTier | None = None,
         transfer_stream: torch.Stream | None = None,
         steps_in_flight: int = 2,
         trace: bool = False,
@@ -123,7 +124,7 @@ class TieringManager:
             if transfer_stream is not None:
                 instance("transfer_stream", transfer_stream, torch.Stream)
             self.device = Device(device)
-            self._disk = disk_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
+            self._disk = chosen_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
             if self._disk is not None and disk is None:
                 undo.callback(self._disk.close)
             self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
@@ -161,7 +162,12 @@ class TieringManager:
                 after=self._optimizers.poll,
             )
             self.contexts = Contexts(
-                self.activations, self._policy, self.device, self._disk, self._counters, self._interrupts
+                self.activations,
+                self._policy,
+                self.device,
+                None if self._disk is None else self._disk.stats().capacity,
+                self._counters,
+                self._interrupts,
             )
             # Saved tensors keep these, and not the manager.
             owned = (self._engine, self._host, self._disk, self._interrupts)
@@ -413,7 +419,7 @@ class TieringManager:
         self.activations.act(actions)
 
 
-def _abandon(engine: TransferEngine, host: HostTier, disk: DiskTier | None, interrupts: Interrupts) -> None:
+def _abandon(engine: TransferEngine, host: HostTier, disk: LowerTier | None, interrupts: Interrupts) -> None:
     """Whoever could still use a block has a reference to the manager, and there is none."""
     interrupts.close()
     engine.synchronize()

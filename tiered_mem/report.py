@@ -12,11 +12,11 @@ from .ground.stats import REASONS, Counters, Moved, Stats
 from .policies import PlannedPolicy, Policy, Report
 from .policies.places import Place
 from .sizes import format_bytes
-from .spill.disk_record import DiskStats
+from .spill.lower_tier import TierStats
 
 
 def flatten(
-    counters: Counters, pool: PoolStats, slots: int, blocks: Collection[Block], disk: DiskStats | None
+    counters: Counters, pool: PoolStats, slots: int, blocks: Collection[Block], disk: TierStats | None
 ) -> Stats:
     """One flat dictionary, in the manner of torch.cuda.memory_stats(). Without a disk tier it has no "disk..."."""
     stats: Stats = {

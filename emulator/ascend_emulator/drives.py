@@ -2,13 +2,20 @@
 
 import ctypes
 import logging
+import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any
 
 from ascend_emulator.errors import EmulatorError
 from ascend_emulator.runtime import is_running, runtime
 from ascend_emulator.timeline import now
 
 _LONGEST_WAIT_S = 1e9
+_ENDLESS = 1 << 50
+_BLOCK = 4096
 
 _log = logging.getLogger("ascend_emulator.drives")
 
@@ -39,6 +46,14 @@ class ModelledDrive:
     def now(self) -> float:
         """The modelled host's time in seconds."""
         return now()
+
+    def queue(self, threads: Any) -> "DriveQueue":
+        """A queue of jobs that take this drive's time. threads: run them, by `submit(run, urgent=True)`."""
+        return DriveQueue(self, threads)
+
+    def files(self, files: Any) -> Any:
+        """Calls on files: those that are given, or in a dry run such as move next to no data."""
+        return HollowFiles(files) if self.dry else files
 
 
 class DriveOperation:
@@ -73,6 +88,124 @@ class DriveOperation:
         return began.value / 1e9, ended.value / 1e9
 
 
+class DriveQueue:
+    """Runs jobs in the time that a drive says.
+
+    To the drive urgent jobs are reads, and others writes. A job runs when its time has come and somebody asks for
+    it: on a thread of `threads`, while whoever asks waits. So all that comes of it follows from the order of the
+    calls, and nothing from how fast threads are.
+
+    threads: are closed with the queue.
+    """
+
+    def __init__(self, drive: ModelledDrive, threads: Any) -> None:
+        self._drive = drive
+        self._threads = threads
+        self._under_way: dict[DriveJob, Callable[[], None]] = {}
+        self._cancelling = threading.Lock()
+        self._running = threading.Lock()  # taken first
+        self.now = drive.now
+
+    def submit(
+        self, run: Callable[[], None], *, urgent: bool, nbytes: int, told: Callable[[float, float], None]
+    ) -> "DriveJob":
+        """Have `run` called when the drive has moved so many bytes. told: hears when that began and ended."""
+        job = DriveJob(self._drive.submit(nbytes, read=urgent), urgent, self._finish)
+        self._under_way[job] = partial(_told_times, run, told, job.operation)
+        return job
+
+    def cancel(self, job: "DriveJob") -> bool:
+        """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
+        with self._cancelling:  # or another thread might run what the drive has just taken back
+            if job.urgent or job not in self._under_way or not job.operation.cancel():
+                return False
+            del self._under_way[job]
+            job.end(CancelledError("it was given up before it began"))
+            return True
+
+    def close(self) -> None:
+        """Cancel the jobs that are not urgent and have not begun, and end the threads after all others."""
+        for job in list(self._under_way):
+            self.cancel(job)
+        for job in list(self._under_way):
+            job.wait()
+        self._threads.close()
+
+    def _finish(self, job: "DriveJob") -> None:
+        """Runs a job whose time has come, unless another thread has."""
+        with self._running:
+            with self._cancelling:
+                run = self._under_way.get(job)
+            if run is not None:
+                # An interrupt of the wait leaves it under way, and the next who asks waits for the same run.
+                job.real = job.real or self._threads.submit(run, urgent=True)
+                job.real.wait()
+                del self._under_way[job]
+                job.end(job.real.error)
+
+
+class DriveJob:
+    """A job of a DriveQueue.
+
+    finish: ends it, when the operation has ended. real: what runs it. error: None while it is under way, and after
+    success.
+    """
+
+    def __init__(self, operation: DriveOperation, urgent: bool, finish: Callable[["DriveJob"], None]) -> None:
+        self._finish = finish
+        self._ended = False
+        self.operation = operation
+        self.urgent = urgent
+        self.real: Any = None
+        self.error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        if not self._ended and self.operation.done:
+            self._finish(self)
+        return self._ended
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Let the modelled host wait for its end, at most so many of its seconds. Whether it has ended."""
+        if not self._ended and self.operation.wait(seconds):
+            self._finish(self)
+        return self._ended
+
+    def end(self, error: Exception | None) -> None:
+        self.error = error
+        self._ended = True
+
+
+class HollowFiles:
+    """Files of a run in which nobody looks at data: as long as others, with headers, and else with hardly anything.
+
+    What begins a file is kept, and what is one block. Any other read leaves the memory as it is. Room never ends.
+    """
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def free_bytes(self, folder: int) -> int:
+        return _ENDLESS
+
+    def pread(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
+        return int(self._files.pread(fd, ptr, nbytes, offset)) if _is_kept(nbytes, offset) else nbytes
+
+    def pwrite(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
+        return int(self._files.pwrite(fd, ptr, nbytes, offset)) if _is_kept(nbytes, offset) else nbytes
+
+    def contents(self, ptr: int, nbytes: int) -> memoryview:
+        """Of a piece of data: nothing, whatever its size."""
+        return memoryview(b"")
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        self._files.truncate(fd, nbytes)
+
+
 def offered_drive() -> ModelledDrive | None:
     """What pyproject.toml offers as an entry point: the drive, or None without a clock.
 
@@ -85,3 +218,14 @@ def offered_drive() -> ModelledDrive | None:
     except EmulatorError as error:
         _log.warning("files take the time of this machine, and no modelled one: %s", error)
         return None
+
+
+def _is_kept(nbytes: int, offset: int) -> bool:
+    return offset == 0 or nbytes <= _BLOCK
+
+
+def _told_times(run: Callable[[], None], told: Callable[[float, float], None], operation: DriveOperation) -> None:
+    try:
+        run()
+    finally:
+        told(*operation.times)

@@ -19,7 +19,7 @@ from tiered_mem.allocators import (
     RegisteredMemory,
     Registrar,
 )
-from tiered_mem.tiers.torch_memory import CudartRegistrar
+from tiered_mem.tiers.pinning import CudartRegistrar
 
 CHUNK = 1 << 20
 ILLEGAL_ADDRESS = 700

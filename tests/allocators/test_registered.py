@@ -29,7 +29,7 @@ from tiered_mem.allocators import (
     Registrar,
     SlabPool,
 )
-from tiered_mem.tiers.torch_memory import NpurtRegistrar
+from tiered_mem.tiers.pinning import NpurtRegistrar
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TIERED_MEM_TEST_DEVICE", "npu") != "npu", reason="needs Ascend's runtime, real or emulated"

@@ -24,7 +24,7 @@ def test_a_killed_process_leaves_what_clean_removes(command: Command, tmp_path: 
     code = f"""
     from tiered_mem.spill.disk_tier import DiskTier
     from tiered_mem.spill.filesystem import pages
-    from tiered_mem.spill.record_io import Piece
+    from tiered_mem.spill.lower_tier import Piece
     tier = DiskTier({str(tmp_path)!r}, capacity=1 << 20)
     with pages(8192) as ptr:
         tier.write([Piece("a", ptr, 8192, "uint8")], step=1, kind="test").job.wait()

@@ -18,7 +18,7 @@ from tests.spill.records import sample
 from tests.spill.without_torch import ROOT
 from tiered_mem.allocators import PageableMemory, SlabPool
 from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.spill.record_io import Piece
+from tiered_mem.spill.lower_tier import Piece
 
 HEADER = SAMPLE.layout.header_bytes
 

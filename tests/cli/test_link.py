@@ -33,7 +33,7 @@ def test_a_table_names_what_was_measured(command: Command, tmp_path: Path, devic
     done = command("probe", tmp_path, *ONLY, "--device", f"{device}:0")
     names = [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")]
     assert names[:5] == ["host memory", "its address", "to the device", "from the device", "both at once"]
-    assert done.out.count("B/s") == 6
+    assert done.out.count("B/s") == 7
 
 
 @pytest.mark.skipif(not EMULATED, reason="fills the device")

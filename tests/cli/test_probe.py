@@ -31,14 +31,14 @@ def test_a_drive_is_measured_and_nothing_stays(command: Command, tmp_path: Path)
     assert drive["bytes"] == 40 << 20
     assert drive["checksum"] == checksum_by_name(None).name
     assert drive["free_bytes"] > 40 << 20
-    assert min(drive[name] for name in ("write", "read", "checksum_speed")) > 0
+    assert min(drive[name] for name in ("write", "read", "both", "checksum_speed")) > 0
     assert {"in_memory", "network", "direct_io", "alignment"} < set(drive)
 
 
 def test_a_table_says_the_same(command: Command, tmp_path: Path) -> None:
     done = command("probe", tmp_path, *NO_LINK, "--bytes", "10KB")
     names = [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")]
-    assert names == ["file system", "left", "direct I/O", "write", "read", "checksum"]
+    assert names == ["file system", "left", "direct I/O", "write", "read", "both at once", "checksum"]
     assert "The link to a device was not measured: it was not asked for." in done.out
 
 
@@ -77,7 +77,7 @@ def test_what_holds_no_files_is_refused(command: Command) -> None:
 
 def test_low_speeds_are_not_rounded_to_nothing(command: Command, tmp_path: Path) -> None:
     done = command("probe", tmp_path, *NO_LINK, "--bytes", "10")
-    assert (done.status, done.out.count("B/s")) == (0, 3)
+    assert (done.status, done.out.count("B/s")) == (0, 4)
     assert " 0.00 " not in done.out
 
 

@@ -22,10 +22,8 @@ from tests.models import Stack
 from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
 from tiered_mem.policies import Action, Event, LayerOrderPolicy, LRUPolicy, Policy, SynchronizationDictPolicy
-from tiered_mem.spill.disk_record import Record
-from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.spill.io_queue import Job
-from tiered_mem.spill.record_io import Piece
+from tiered_mem.spill.disk_tier import DiskRecord, DiskTier
+from tiered_mem.spill.lower_tier import Job, Piece
 
 MIB = 1 << 20
 LAYERS = 5
@@ -114,13 +112,13 @@ class _DiskAtOnce(DiskTier):
         super().__init__(folder, capacity=64 * MIB, files=DeclaredFiles())
         self._moves = moves
 
-    def write(self, pieces: Sequence[Piece], **about: Any) -> Record:
+    def write(self, pieces: Sequence[Piece], **about: Any) -> DiskRecord:
         record = super().write(pieces, **about)
         record.job.wait()
         self._moves.add("written", *(piece.nbytes for piece in pieces))
         return record
 
-    def read(self, record: Record, wanted: Sequence[tuple[int, int]]) -> Job:
+    def read(self, record: DiskRecord, wanted: Sequence[tuple[int, int]]) -> Job:
         job = super().read(record, wanted)
         job.wait()
         self._moves.add("read", *(index for index, _ in wanted))

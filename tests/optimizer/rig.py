@@ -15,10 +15,9 @@ from tiered_mem.device.device import Device
 from tiered_mem.device.transfer import Ticket, TransferEngine
 from tiered_mem.optimizer.bucket import Residence
 from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.tiers.fixed_slots import FixedSlots
 from tiered_mem.tiers.host_tier import HostSlot, HostTier
 from tiered_mem.tiers.pinning import chosen_pool
-from tiered_mem.tiers.shelf import ParcelState, Shelf
+from tiered_mem.tiers.shelf import FixedSlots, ParcelState, Shelf
 
 NBYTES = 200_001  # no multiple of anything
 SLOT = round_up(NBYTES)

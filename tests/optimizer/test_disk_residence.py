@@ -20,7 +20,7 @@ from tiered_mem import TieringManager
 from tiered_mem.errors import Closed, TierFull
 from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.spill.reader import read_header, read_record
-from tiered_mem.tiers.host_slab import flat_form
+from tiered_mem.tiers.host_tier import flat_form
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 SLOW = "1MB/s"  # a fifth of a second for a copy

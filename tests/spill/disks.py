@@ -12,9 +12,8 @@ from typing import Any
 
 from tests.spill.faulty_files import FaultyFiles
 from tests.spill.memory import Memory, empty
-from tiered_mem.spill.disk_record import Record
-from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.spill.io_queue import Job
+from tiered_mem.spill.disk_tier import DiskRecord, DiskTier
+from tiered_mem.spill.lower_tier import Job
 
 MIB = 1 << 20
 BLOCK = 4096
@@ -41,13 +40,13 @@ class Disk:
     capacity: int
     overfull: list[int] = field(default_factory=list)
 
-    def write(self, *contents: bytes) -> tuple[Record, list[Memory]]:
+    def write(self, *contents: bytes) -> tuple[DiskRecord, list[Memory]]:
         """Begin a record of so many pieces. The memory is to be kept until it is written."""
         memory = [Memory(content) for content in contents]
         pieces = [part.piece(f"block.{index}") for index, part in enumerate(memory)]
         return self.tier.write(pieces, step=3, kind="activation"), memory
 
-    def put(self, *contents: bytes) -> Record:
+    def put(self, *contents: bytes) -> DiskRecord:
         """A record that is written."""
         record, _memory = self.write(*contents)
         record.job.wait()
@@ -61,12 +60,12 @@ class Disk:
         assert record.job.error is not None
         return record.job.error
 
-    def read(self, record: Record) -> tuple[Job, list[Memory]]:
+    def read(self, record: DiskRecord) -> tuple[Job, list[Memory]]:
         """Begin to read all pieces of a record."""
         memory = [empty(entry.nbytes) for entry in record.header.entries]
         return self.tier.read(record, [(index, part.ptr) for index, part in enumerate(memory)]), memory
 
-    def get(self, record: Record) -> list[bytes]:
+    def get(self, record: DiskRecord) -> list[bytes]:
         """The pieces of a record. Raises what went wrong."""
         job, memory = self.read(record)
         job.wait()
@@ -74,14 +73,14 @@ class Disk:
             raise job.error
         return [part.content for part in memory]
 
-    def damaged(self, record: Record) -> Exception:
+    def damaged(self, record: DiskRecord) -> Exception:
         """What goes wrong in reading."""
         job, _memory = self.read(record)
         job.wait()
         assert job.error is not None
         return job.error
 
-    def path(self, record: Record) -> Path:
+    def path(self, record: DiskRecord) -> Path:
         """The file that a record is in."""
         assert record.file is not None
         return next(self.folder.rglob(record.file.name))

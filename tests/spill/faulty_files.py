@@ -96,6 +96,9 @@ class FaultyFiles:
     def pwrite(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
         return self._move("pwrite", self._files.pwrite, fd, ptr, nbytes, offset)
 
+    def contents(self, ptr: int, nbytes: int) -> memoryview:
+        return self._files.contents(ptr, nbytes)
+
     def allocate(self, fd: int, nbytes: int) -> None:
         # One that fails keeps what it got.
         self._call("allocate", lambda: None, lambda: self._files.allocate(fd, nbytes), nbytes=nbytes)

@@ -7,7 +7,7 @@ import mmap
 import random
 
 from tiered_mem.allocators import round_up
-from tiered_mem.spill.record_io import Piece
+from tiered_mem.spill.lower_tier import Piece
 
 
 class Memory:

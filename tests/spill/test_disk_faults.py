@@ -13,7 +13,7 @@ from tests.spill.disks import BLOCK, MIB, Disk, disk_in
 from tests.spill.faulty_files import NOTHING, ODD, SHORT, FaultyFiles
 from tests.spill.memory import noise
 from tiered_mem.errors import TierFull
-from tiered_mem.spill.disk_record import Record
+from tiered_mem.spill.disk_tier import DiskRecord
 
 OPERATIONS = ("create", "open", "pread", "pwrite", "allocate", "truncate", "stat", "close", "remove")
 OF_THE_CACHE = ("sync", "advise_dropped")
@@ -49,7 +49,7 @@ class Run:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._records: dict[Record, bytes] = {}
+        self._records: dict[DiskRecord, bytes] = {}
         self._seed = 0
         self.failures = 0
 
@@ -68,7 +68,7 @@ class Run:
         self.put(11)
         self.read_all()
 
-    def put(self, blocks: int) -> Record | None:
+    def put(self, blocks: int) -> DiskRecord | None:
         """Writes a record of so many blocks; if it fails, once more after the pause."""
         self._seed += 1
         content = noise(blocks * BLOCK - 100, self._seed)
@@ -93,7 +93,7 @@ class Run:
             self._disk.clock.now += 1 + attempt
         raise AssertionError("one fault has failed two writes")
 
-    def give_up(self, record: Record | None) -> None:
+    def give_up(self, record: DiskRecord | None) -> None:
         if record is not None:
             del self._records[record]
             self._disk.tier.release(record)

@@ -13,8 +13,8 @@ from tests.spill.faulty_files import NOTHING, SHORT, FaultyFiles
 from tests.spill.memory import Memory, noise
 from tiered_mem.allocators import round_up
 from tiered_mem.errors import TierFull
-from tiered_mem.spill.disk_record import Record
-from tiered_mem.spill.io_queue import Job
+from tiered_mem.spill.disk_tier import DiskRecord
+from tiered_mem.spill.lower_tier import Job
 
 CAPACITY = 40 * BLOCK
 BUDGET = 400 * BLOCK
@@ -32,10 +32,10 @@ class Walk:
         self._disk = disk
         self._numbers = numbers
         self._budget = budget
-        self._writing: list[tuple[Record, list[Memory], list[bytes]]] = []
-        self._written: list[tuple[Record, list[bytes]]] = []
+        self._writing: list[tuple[DiskRecord, list[Memory], list[bytes]]] = []
+        self._written: list[tuple[DiskRecord, list[bytes]]] = []
         self._reading: list[tuple[Job, list[Memory], list[bytes]]] = []
-        self._given_up: list[tuple[Record, list[Memory]]] = []
+        self._given_up: list[tuple[DiskRecord, list[Memory]]] = []
         self._steps = [self._write] * 6 + [self._read] * 4 + [self._release] * 4
         self._steps += [self._release_early, self._let_time_pass, self.finish]
         if faults:

@@ -17,8 +17,9 @@ from tiered_mem.errors import SpillDirRefused
 from tiered_mem.spill.disk_tier import SMALLEST_RECORD, DiskTier
 from tiered_mem.spill.filesystem import Files
 from tiered_mem.spill.folder import SpillFolder
+from tiered_mem.spill.lower_tier import Piece
 from tiered_mem.spill.reader import read_record
-from tiered_mem.spill.record_io import REQUEST_BYTES, Piece
+from tiered_mem.spill.record_io import REQUEST_BYTES
 
 SIZES = (1, 4095, 4096, 4097, 100_000, 0, 3 * MIB + 5)
 

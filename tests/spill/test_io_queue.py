@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tiered_mem.spill.io_queue import IoQueue, Job
+from tiered_mem.spill.io_queue import IoQueue
+from tiered_mem.spill.lower_tier import Job
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 

@@ -12,10 +12,8 @@ import torch
 from ..device.device import Device, Stream
 from ..device.transfer import Ticket
 from ..policies.places import Place, Placed, Places
-from ..spill.disk_record import Record
-from ..spill.io_queue import Job
-from ..tiers.host_slab import Form, flat_form
-from ..tiers.host_tier import HostSlot, Lease
+from ..spill.lower_tier import Job, Record
+from ..tiers.host_tier import Form, HostSlot, Lease, flat_form
 from .movable import moves_whole
 
 # Which storage, the first byte in it, and the number of bytes.

@@ -13,8 +13,7 @@ from ..errors import Closed, TierFull, changed_tensor
 from ..ground.stats import Counters
 from ..policies.base import Release, Spill
 from ..policies.places import ON_DEVICE, Place
-from ..tiers.host_slab import Form
-from ..tiers.host_tier import HostSlot, HostTier, groups
+from ..tiers.host_tier import Form, HostSlot, HostTier, groups
 from .block import Block, SavedBlocks, View
 from .block_copies import BlockCopies
 from .host_room import HostRoom

@@ -14,7 +14,6 @@ from ..ground.interrupts import Interrupts
 from ..ground.stats import Counters
 from ..policies import ManualPolicy, PlannedPolicy, Policy
 from ..sizes import format_bytes, parse_bytes
-from ..spill.disk_tier import DiskTier
 from .activations import Activations
 from .attachment import Attachment, Followed, is_attached
 from .layer_context import LayerContext, LayerSequence
@@ -28,21 +27,24 @@ _LARGE = 1 << 20
 
 
 class Contexts:
-    """Contexts for the activations of one manager. Arguments and errors are those of TieringManager."""
+    """Contexts for the activations of one manager. Arguments and errors are those of TieringManager.
+
+    disk_bytes: what the tier below the host has room for; None where there is none.
+    """
 
     def __init__(
         self,
         activations: Activations,
         policy: Policy,
         device: Device,
-        disk: DiskTier | None,
+        disk_bytes: int | None,
         counters: Counters,
         interrupts: Interrupts,
     ) -> None:
         self._activations = activations
         self._policy = policy
         self._device = device
-        self._disk = disk
+        self._disk_bytes = disk_bytes
         self._counters = counters
         self._interrupts = interrupts
         self._followed: list[weakref.ref[Followed]] = []
@@ -118,9 +120,9 @@ class Contexts:
         weights = (weight for layer in layers for weight in layer.parameters())
         self._device.check_some_here("the parameters of the layers", weights)
         nbytes = _LARGE if min_bytes is None else parse_bytes(min_bytes, "min_bytes")
-        if self._disk is not None and self._disk.capacity < nbytes:
+        if self._disk_bytes is not None and self._disk_bytes < nbytes:
             raise ValueError(
-                f"spill_bytes is {format_bytes(self._disk.capacity)}, and no block is below min_bytes, which "
+                f"spill_bytes is {format_bytes(self._disk_bytes)}, and no block is below min_bytes, which "
                 f"is {format_bytes(nbytes)}: none would fit. Raise the one or lower the other"
             )
         silent = isinstance(self._policy, ManualPolicy | PlannedPolicy)

@@ -12,8 +12,7 @@ import torch
 from ..errors import TierFull
 from ..ground.stats import Counters
 from ..policies.places import Place
-from ..spill.disk_tier import DiskTier
-from ..spill.record_io import Piece
+from ..spill.lower_tier import LowerTier, Piece
 from ..tiers.host_tier import HostSlot, HostTier, groups
 from .block import Block, Member, Read, Shared, Stored, Write
 
@@ -35,7 +34,7 @@ class Spiller:
     for which there was no room.
     """
 
-    def __init__(self, host: HostTier, disk: DiskTier, counters: Counters) -> None:
+    def __init__(self, host: HostTier, disk: LowerTier, counters: Counters) -> None:
         self._host = host
         self._disk = disk
         self._counters = counters

@@ -11,58 +11,41 @@ import argparse
 import importlib
 import mmap
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..allocators.base import round_up
+from ..errors import DeviceUnavailable
+from ..policies import Link
 from ..sizes import format_bytes
-from ..spill.disk_tier import SMALLEST_RECORD, DiskTier
+from ..spill.disk_tier import DiskTier
 from ..spill.filesystem import direct_io_alignment, filesystem_of, memory_at, pages
 from ..spill.folder import owners
-from ..spill.io_queue import Job
-from ..spill.record_io import Piece, checksum_by_name
+from ..spill.record_io import checksum_by_name
+from ..tiers.measure import measured_link, measured_tier, room_for
 from .inspect import ask
 from .output import byte_bar, console, plain, size, table, write_json
 
 if TYPE_CHECKING:
-    from ..tiers.measured_link import MeasuredLink
+    from ..device.device import Device
+
+# What --json prints, speeds in 1e9 bytes per second.
+Found = dict[str, Any]
 
 _ROUNDS = 3
-_RECORD_BYTES = 16 << 20
-_MEMORY_BYTES = 256 << 20
+_LINK_BYTES = 128 << 20
+_CHECKSUM_BYTES = 64 << 20
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _WITHOUT = "So `import torch` fails here, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set"
+_NOT_ASKED = "it was not asked for"
 _COLUMNS = {"": False, "what was found": False}
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredDrive:
-    """A measured drive. Speeds are in 1e9 bytes per second.
-
-    filesystem: the kernel's name for it. direct_io: whether records go past the page cache. alignment: of direct
-    I/O, in bytes; None where the kernel does not tell. checksum: the name of the records' checksum.
-    """
-
-    filesystem: str
-    in_memory: bool
-    network: bool
-    free_bytes: int
-    direct_io: bool
-    alignment: int | None
-    write: float
-    read: float
-    checksum: str
-    checksum_speed: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +62,11 @@ def run(options: argparse.Namespace) -> int:
     path = Path(tempfile.gettempdir()) if options.dir is None else options.dir
     link, why, broken = _link(options.device)
     with byte_bar() as bar:
-        task = bar.add_task(f"writing and reading in {path}", total=2 * _ROUNDS * options.bytes)
+        task = bar.add_task(f"writing and reading in {path}", total=(1 + 4 * _ROUNDS) * options.bytes)
         drive = _drive(path, options.bytes, lambda nbytes: bar.advance(task, nbytes))
     if options.json:
-        about_link = {"problem": why} if link is None else asdict(link)
-        about_drive = {"path": str(path), **asdict(drive), "bytes": options.bytes}
-        write_json({"link": about_link, "broken_backends": broken, "drive": about_drive})
+        about_drive = {"path": str(path), **drive, "bytes": options.bytes}
+        write_json({"link": link or {"problem": why}, "broken_backends": broken, "drive": about_drive})
     else:
         screen = console()
         for name, problem in broken.items():
@@ -93,14 +75,55 @@ def run(options: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def _link(asked: str | None) -> tuple[MeasuredLink | None, str, dict[str, str]]:
-    """The link, or None and the reason; and the errors of torch's backends that do not load, by name."""
-    if asked == "cpu":
-        return None, "it was not asked for", {}
-    broken = _import_torch()
-    from ..tiers.measured_link import link_to  # it needs torch, which nothing else of the command line does
+def _link(asked: str | None) -> tuple[Found | None, str, dict[str, str]]:
+    """The link, or None and the reason; and the errors of torch's backends that do not load, by name.
 
-    return *link_to(asked), broken
+    Raises ValueError for an unknown kind, DeviceUnavailable where `asked` is not on this machine, and PinningFailed
+    where there is no host memory at all.
+    """
+    if asked == "cpu":
+        return None, _NOT_ASKED, {}
+    broken = _import_torch()
+    import torch  # which nothing else of the command line needs
+
+    from ..device.device import Device
+
+    if asked is None and not torch.accelerator.is_available():
+        return None, "torch finds no accelerator here", broken
+    try:
+        device = Device(asked)
+    except (DeviceUnavailable, ValueError) as error:
+        if asked is not None:
+            raise
+        return None, str(error), broken
+    if device.kind == "cpu":
+        return None, _NOT_ASKED, broken
+    try:
+        return _of_device(device), "", broken
+    except torch.OutOfMemoryError as error:
+        return None, f"the device has no {_LINK_BYTES >> 20} MiB left: {error}".splitlines()[0], broken
+
+
+def _of_device(device: Device) -> Found:
+    """pin: the source of the host memory. pinned: whether torch takes that for pinned."""
+    import torch
+
+    from ..tiers.host_tier import is_pinned
+    from ..tiers.pinning import numa_node, pinned_slab
+
+    with pinned_slab(device, _LINK_BYTES) as (pin, on_host):
+        link = measured_link(device, on_host)
+        address = on_host.data_ptr()
+        return {
+            "device": str(torch.get_device_module(device.kind).get_device_name(device.torch_device)),
+            "numa_node": numa_node(device),
+            "pin": pin,
+            "pinned": is_pinned(on_host),
+            "alignment": min(address & -address, 1 << 30),
+            "to_device": link.back / 1e9,
+            "from_device": link.out / 1e9,
+            "both": _together(link),
+        }
 
 
 def _import_torch() -> dict[str, str]:
@@ -129,10 +152,10 @@ def _import_torch() -> dict[str, str]:
     return broken
 
 
-def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> MeasuredDrive:
+def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Found:
     """Writes and reads `nbytes` several times, in a folder that is gone afterwards.
 
-    advance: called with the bytes that were moved since the last call; about 2 * _ROUNDS * nbytes in all.
+    advance: called with the bytes that were moved since the last call.
 
     Raises SpillDirRefused, ValueError where the drive has no room for as much, and OSError.
     """
@@ -144,95 +167,70 @@ def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> MeasuredD
             f"{path} lies on {filesystem.name}, which has no room for files; give a directory on a local drive"
         )
     free = found.f_bavail * found.f_frsize
-    record = min(_RECORD_BYTES, round_up(nbytes))
-    count = -(-nbytes // record)
-    capacity = count * (record + SMALLEST_RECORD)
+    capacity = room_for(nbytes)
     if capacity > free:
         raise ValueError(
             f"to write {format_bytes(nbytes)} takes {format_bytes(capacity)}, and {path} has {format_bytes(free)} "
             "left; lower --bytes, or make room"
         )
-    buffers = min(count, _MEMORY_BYTES // record)
-    with pages(buffers * record) as start:
-        noise = os.urandom(record)  # which no file system can compress
-        for n in range(buffers):
-            memory_at(start + n * record, record)[:] = noise
-        with closing(DiskTier(path, capacity=capacity)) as tier:
-            direct = tier.stats().direct
-            with tempfile.TemporaryFile(dir=path) as file:
-                alignment = direct_io_alignment(f"/proc/self/fd/{file.fileno()}")
-            # A piece of memory may go into several records.
-            pieces = [Piece("probe", start + n % buffers * record, record, "uint8") for n in range(count)]
-            rounds = [_round(tier, pieces, advance) for _ in range(_ROUNDS)]
-        checksum = checksum_by_name(None)
+    with closing(DiskTier(path, capacity=capacity)) as tier:
+        direct = tier.stats().direct
+        with tempfile.TemporaryFile(dir=path) as file:
+            alignment = direct_io_alignment(f"/proc/self/fd/{file.fileno()}")
+        link = measured_tier(tier, nbytes, rounds=_ROUNDS, moved=advance)
+    checksum = checksum_by_name(None)
+    with pages(_CHECKSUM_BYTES) as start:
+        memory = memory_at(start, _CHECKSUM_BYTES)
+        memory[:] = bytes(_CHECKSUM_BYTES)  # there is no such memory before it is written to
         began = time.perf_counter()
-        checksum.of(memory_at(start, buffers * record))
-        checksum_speed = buffers * record / (time.perf_counter() - began) / 1e9
-    write, read = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
-    return MeasuredDrive(
-        filesystem=filesystem.name,
-        in_memory=filesystem.in_memory,
-        network=filesystem.network,
-        free_bytes=free,
-        direct_io=direct,
-        alignment=alignment or None,
-        write=write,
-        read=read,
-        checksum=checksum.name,
-        checksum_speed=checksum_speed,
-    )
+        checksum.of(memory)
+        seconds = time.perf_counter() - began
+    return {
+        "filesystem": filesystem.name,
+        "in_memory": filesystem.in_memory,
+        "network": filesystem.network,
+        "free_bytes": free,
+        "direct_io": direct,
+        "alignment": alignment or None,
+        "write": link.out / 1e9,
+        "read": link.back / 1e9,
+        "both": _together(link),
+        "latency": link.latency,
+        "checksum": checksum.name,
+        "checksum_speed": _CHECKSUM_BYTES / seconds / 1e9,
+    }
 
 
-def _round(tier: DiskTier, pieces: Sequence[Piece], advance: Callable[[int], None]) -> tuple[float, float]:
-    """The speeds of writing a record of each piece and of reading it back."""
-    began = time.perf_counter()
-    records = [tier.write([piece], step=0, kind="probe") for piece in pieces]
-    _wait((record.job for record in records), pieces, advance)
-    written = time.perf_counter()
-    # What comes back is what is there already: it does not matter who comes first.
-    jobs = [tier.read(record, [(0, piece.ptr)]) for record, piece in zip(records, pieces, strict=True)]
-    _wait(jobs, pieces, advance)
-    read = time.perf_counter()
-    for record in records:
-        tier.release(record)
-    nbytes = sum(piece.nbytes for piece in pieces)
-    return nbytes / (written - began) / 1e9, nbytes / (read - written) / 1e9
+def _together(link: Link) -> float:
+    """Of both directions at once, in 1e9 bytes per second."""
+    return link.both * (link.out + link.back) / 1e9
 
 
-def _wait(jobs: Iterable[Job], pieces: Sequence[Piece], advance: Callable[[int], None]) -> None:
-    for job, piece in zip(jobs, pieces, strict=True):
-        job.wait()
-        if job.error is not None:
-            raise job.error
-        advance(piece.nbytes)
-
-
-def _show(link: MeasuredLink | None, why: str, drive: MeasuredDrive, title: str, screen: Console) -> None:
+def _show(link: Found | None, why: str, drive: Found, title: str, screen: Console) -> None:
     if link is None:
         screen.print(f"The link to a device was not measured: {why}.")
     else:
-        near = "" if link.numa_node is None else f", at NUMA node {link.numa_node}"
-        pinned = "" if link.pinned else ", which torch does not take for pinned: the host waits at each copy"
+        near = "" if link["numa_node"] is None else f", at NUMA node {link['numa_node']}"
+        pinned = "" if link["pinned"] else ", which torch does not take for pinned: the host waits at each copy"
+        alignment = format_bytes(link["alignment"])
         rows = [
-            ("host memory", f'pin="{link.pin}"{pinned}'),
-            (
-                "its address",
-                f"a multiple of {format_bytes(link.alignment)}; pages of {format_bytes(mmap.PAGESIZE)}",
-            ),
-            ("to the device", _speed(link.to_device)),
-            ("from the device", _speed(link.from_device)),
-            ("both at once", f"{_speed(link.both)} together"),
+            ("host memory", f'pin="{link["pin"]}"{pinned}'),
+            ("its address", f"a multiple of {alignment}; pages of {format_bytes(mmap.PAGESIZE)}"),
+            ("to the device", _speed(link["to_device"])),
+            ("from the device", _speed(link["from_device"])),
+            ("both at once", f"{_speed(link['both'])} together"),
         ]
-        screen.print(table(f"{link.device}{near}", _COLUMNS, rows))
-    kind = "in memory" if drive.in_memory else "on a network, or in user space" if drive.network else "local"
-    aligned = "" if drive.alignment is None else f", in multiples of {drive.alignment} bytes"
+        screen.print(table(f"{link['device']}{near}", _COLUMNS, rows))
+    kind = "in memory" if drive["in_memory"] else "on a network, or in user space" if drive["network"] else "local"
+    aligned = "" if drive["alignment"] is None else f", in multiples of {drive['alignment']} bytes"
     rows = [
-        ("file system", f"{drive.filesystem}, {kind}"),
-        ("left", format_bytes(drive.free_bytes)),
-        ("direct I/O", f"yes{aligned}" if drive.direct_io else "no: through the page cache"),
-        ("write", _speed(drive.write)),
-        ("read", _speed(drive.read)),
-        ("checksum", f"{drive.checksum}, {_speed(drive.checksum_speed)}"),
+        ("file system", f"{drive['filesystem']}, {kind}"),
+        ("left", format_bytes(drive["free_bytes"])),
+        ("direct I/O", f"yes{aligned}" if drive["direct_io"] else "no: through the page cache"),
+        ("write", _speed(drive["write"])),
+        ("read", _speed(drive["read"])),
+        ("both at once", f"{_speed(drive['both'])} together"),
+        ("checksum", f"{drive['checksum']}, {_speed(drive['checksum_speed'])}"),
     ]
     screen.print(table(title, _COLUMNS, rows))
 

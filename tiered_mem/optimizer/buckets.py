@@ -15,7 +15,7 @@ from ..device.device import Device, Stream
 from ..device.transfer import TransferEngine
 from ..errors import InterruptedStep, TierFull
 from ..sizes import format_bytes
-from ..tiers.fixed_slots import Exclusive
+from ..tiers.shelf import Exclusive
 from .bucket import Bucket
 from .layout import Param, StateLayout, layout_of, with_tensors
 from .partial_step import PartialStep

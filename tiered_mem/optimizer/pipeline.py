@@ -11,8 +11,8 @@ import torch
 
 from ..device.device import Device, Stream
 from ..device.transfer import Ticket, TransferEngine
-from ..tiers.fixed_slots import Exclusive
 from ..tiers.host_tier import HostSlot
+from ..tiers.shelf import Exclusive
 from .bucket import Bucket, Residence, fetch_ahead
 from .layout import Param, Splitter
 

@@ -15,9 +15,9 @@ from ..device.peak import DevicePeak
 from ..device.transfer import TransferEngine
 from ..policies import StatesShare
 from ..sizes import format_bytes
-from ..spill.disk_tier import DiskTier
-from ..tiers.fixed_slots import Exclusive
+from ..spill.lower_tier import LowerTier
 from ..tiers.host_tier import HostTier
+from ..tiers.shelf import Exclusive
 from .buckets import Buckets
 from .misuse import StepCheck, check_optimizer
 from .residences import Residences
@@ -48,7 +48,7 @@ class RegisteredOptimizers:
         device: Device,
         engine: TransferEngine,
         host: HostTier,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         exclusive: Exclusive,
         peak: DevicePeak,
         share: StatesShare | None = None,

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from ..allocators.base import round_up
 from ..errors import TierFull
 from ..sizes import format_bytes
-from ..spill.disk_tier import DiskTier
-from ..tiers.fixed_slots import Exclusive, FixedSlots
+from ..spill.lower_tier import LowerTier
 from ..tiers.host_tier import HostTier
-from ..tiers.shelf import Shelf
+from ..tiers.shelf import Exclusive, FixedSlots, Shelf
 from .bucket import Bucket, Residence
 from .layout import Param, StateLayout
 
@@ -37,7 +36,7 @@ class Residences:
     def __init__(
         self,
         host: HostTier,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         exclusive: Exclusive,
         bucket_bytes: int,
         host_share: float = 0.0,
@@ -124,7 +123,7 @@ class Residences:
         room = (stats.capacity - stats.used) * self._host_share
         return sum(nbytes <= room for nbytes in taken)
 
-    def _build(self, wanted: Sequence[tuple[int, int]], advice: str, disk: DiskTier | None = None) -> list[Shelf]:
+    def _build(self, wanted: Sequence[tuple[int, int]], advice: str, disk: LowerTier | None = None) -> list[Shelf]:
         """Shelves with slots of so many bytes, and so many of them. Raises TierFull; then there is none."""
         slots: list[FixedSlots] = []
         try:
@@ -162,8 +161,9 @@ class Residences:
             f"host_bytes={enough} ({format_bytes(enough)}) is the least that will do, or lower bucket_bytes"
         )
 
-    def _check_disk(self, disk: DiskTier, nbytes: int) -> None:
-        used, limit = disk.stats().used, disk.capacity
+    def _check_disk(self, disk: LowerTier, nbytes: int) -> None:
+        stats = disk.stats()
+        used, limit = stats.used, stats.capacity
         if nbytes > limit:
             advice = "it is for optimizer states: raise spill_bytes, or put them on the host"
             raise TierFull("disk", needed=nbytes, free=limit - used, used=used, limit=limit, advice=advice)

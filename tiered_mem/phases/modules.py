@@ -14,8 +14,7 @@ from ..device.device import Device, Event
 from ..device.transfer import TransferEngine
 from ..errors import OffloadRefused, TierFull
 from ..sizes import format_bytes
-from ..tiers.host_slab import Form, flat_form
-from ..tiers.host_tier import HostSlot, HostTier, groups
+from ..tiers.host_tier import Form, HostSlot, HostTier, flat_form, groups
 from .placeholder import HostCopy, Parked, away, send_away
 from .storages import HeldStorage, held_storages, members
 

@@ -9,10 +9,11 @@ import os
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from ..errors import CorruptRecord, TierFull
-from .disk_record import Claim, Identity, SpillFile
 from .filesystem import Files
 from .folder import SpillFolder
 
@@ -265,3 +266,43 @@ class FilePool:
             free = self._folder.free_bytes()
         advice = f"{error.strerror} in {self._folder.path}: make room, or lower spill_bytes"
         return self.full(claim.nbytes, free, advice, but=claim.extra)
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """Room for a file of `nbytes`: a free file, others to remove, and `extra` bytes that belong to no file."""
+
+    nbytes: int
+    reused: SpillFile | None
+    drop: list[SpillFile]
+    extra: int = 0
+
+    def growth(self) -> int:
+        return max(0, self.nbytes - (self.reused.nbytes if self.reused is not None else 0))
+
+    def to_drop(self) -> int:
+        return sum(file.nbytes for file in self.drop)
+
+
+@dataclass(slots=True, eq=False)
+class SpillFile:
+    """A file of a spill folder.
+
+    nbytes: its length, or the limit of it. identity: of its last whole write, None before that. fd: below 0 but
+    while it is written.
+    """
+
+    name: str
+    nbytes: int = 0
+    identity: Identity | None = None
+    fd: int = -1
+
+
+class Identity(NamedTuple):
+    """Tells a file from any other, and from itself after its length was changed."""
+
+    device: int
+    inode: int
+    owner: int
+    links: int
+    nbytes: int

@@ -26,8 +26,6 @@ _STATX_BYTES, _MASK, _DIO_MEM_ALIGN, _DIO_OFFSET_ALIGN = 256, 0, 152, 156
 _NO_STATX = {errno.ENOSYS, errno.EPERM}
 # One type for every size: ctypes would make one for each, and they are garbage that only the collector frees.
 _ANY_BYTES = ctypes.c_char * sys.maxsize
-_ENDLESS = 1 << 50
-_BLOCK = 4096
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -51,6 +49,10 @@ class Files:
     def pwrite(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
         """Write from memory; return how many bytes went, which may be fewer."""
         return os.pwritev(fd, [memory_at(ptr, nbytes)], offset)
+
+    def contents(self, ptr: int, nbytes: int) -> memoryview:
+        """What was read, or is to be written: checksums are taken of it."""
+        return memory_at(ptr, nbytes)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Make a file longer, with room on the drive. A failed call may keep a part of the room."""
@@ -86,32 +88,9 @@ class Files:
         os.close(fd)
 
 
-class HollowFiles(Files):
-    """Files of a run in which nobody looks at data: as long as others, with headers, and else with hardly anything.
-
-    What begins a file is kept, and what is one block. Any other read leaves the memory as it is. Room never ends.
-    """
-
-    def free_bytes(self, folder: int) -> int:
-        return _ENDLESS
-
-    def pread(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
-        return super().pread(fd, ptr, nbytes, offset) if _is_kept(nbytes, offset) else nbytes
-
-    def pwrite(self, fd: int, ptr: int, nbytes: int, offset: int) -> int:
-        return super().pwrite(fd, ptr, nbytes, offset) if _is_kept(nbytes, offset) else nbytes
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        self.truncate(fd, nbytes)
-
-
 def memory_at(ptr: int, nbytes: int) -> memoryview:
     """The bytes at an address, which must stay valid for as long as they are used. Nothing is copied."""
     return memoryview(_ANY_BYTES.from_address(ptr)).cast("B")[:nbytes]
-
-
-def _is_kept(nbytes: int, offset: int) -> bool:
-    return offset == 0 or nbytes <= _BLOCK
 
 
 @contextlib.contextmanager

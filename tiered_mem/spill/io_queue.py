@@ -1,4 +1,4 @@
-"""The disk tier's threads for I/O, and the time that it takes: the real drive's, or that of a model."""
+"""The disk tier's threads for I/O, and the place where a model of a drive comes in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
+
+from .filesystem import Files
+from .lower_tier import Job
 
 Run = Callable[[], None]
 # Hears when a job that has run began and ended, in seconds of the queue's clock.
@@ -26,8 +29,8 @@ class IoQueue:
     def __init__(self, workers: int, name: str) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}, there must be at least 1")
-        self._urgent: dict[Job, Run] = {}  # by age, the oldest first
-        self._later: dict[Job, Run] = {}
+        self._urgent: dict[IoJob, Run] = {}  # by age, the oldest first
+        self._later: dict[IoJob, Run] = {}
         # `with` calls a function to take a condition. A signal whose handler raises in there would leave it taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -42,9 +45,9 @@ class IoQueue:
             self.close()
             raise
 
-    def submit(self, run: Run, *, urgent: bool, nbytes: int = 0, told: Told | None = None) -> Job:
-        """Have one of the threads call `run`, which moves so many bytes. Raises RuntimeError once closed."""
-        job = Job()
+    def submit(self, run: Run, *, urgent: bool, nbytes: int = 0, told: Told | None = None) -> IoJob:
+        """Have one of the threads call `run`. Raises RuntimeError once closed."""
+        job = IoJob()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the queue is closed")
@@ -52,7 +55,7 @@ class IoQueue:
             self._changed.notify()
         return job
 
-    def cancel(self, job: Job) -> bool:
+    def cancel(self, job: IoJob) -> bool:
         """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
         with self._lock:
             if self._later.pop(job, None) is None:
@@ -82,7 +85,7 @@ class IoQueue:
             job._end(error)
             del job, error
 
-    def _next(self) -> tuple[Job, Run] | None:
+    def _next(self) -> tuple[IoJob, Run] | None:
         with self._lock:
             while not self._urgent and not self._later:
                 if self._closed:
@@ -93,63 +96,7 @@ class IoQueue:
             return job, jobs.pop(job)
 
 
-class DriveQueue:
-    """Runs jobs in the time that a modelled drive says.
-
-    To the drive urgent jobs are reads, and others writes. A job runs when its time has come and somebody asks for
-    it: on a thread of `queue`, while whoever asks waits. So all that comes of it follows from the order of the
-    calls, and nothing from how fast threads are.
-
-    queue: is closed with this one.
-    """
-
-    def __init__(self, drive: Drive, queue: IoQueue) -> None:
-        self._drive = drive
-        self._queue = queue
-        self._under_way: dict[_DriveJob, Run] = {}
-        self._cancelling = threading.Lock()
-        self._running = threading.Lock()  # taken first
-        self.now = drive.now
-
-    def submit(self, run: Run, *, urgent: bool, nbytes: int, told: Told) -> Job:
-        """Have `run` called when the drive has moved so many bytes."""
-        job = _DriveJob(self._drive.submit(nbytes, read=urgent), urgent, self._finish)
-        self._under_way[job] = partial(_told_times, run, told, job.operation)
-        return job
-
-    def cancel(self, job: Job) -> bool:
-        """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
-        with self._cancelling:  # or another thread might run what the drive has just taken back
-            if not isinstance(job, _DriveJob) or job.urgent or job not in self._under_way:
-                return False
-            if not job.operation.cancel():
-                return False
-            del self._under_way[job]
-            job._end(CancelledError("it was given up before it began"))
-            return True
-
-    def close(self) -> None:
-        """Cancel the jobs that are not urgent and have not begun, and end the threads after all others."""
-        for job in list(self._under_way):
-            self.cancel(job)
-        for job in list(self._under_way):
-            job.wait()
-        self._queue.close()
-
-    def _finish(self, job: _DriveJob) -> None:
-        """Runs a job whose time has come, unless another thread has."""
-        with self._running:
-            with self._cancelling:
-                run = self._under_way.get(job)
-            if run is not None:
-                # An interrupt of the wait leaves it under way, and the next who asks waits for the same run.
-                job.real = job.real or self._queue.submit(run, urgent=True)
-                job.real.wait()
-                del self._under_way[job]
-                job._end(job.real.error)
-
-
-class Job:
+class IoJob:
     """An operation on the drive that a thread of the queue does."""
 
     def __init__(self) -> None:
@@ -175,62 +122,30 @@ class Job:
         self._finished.set()
 
 
-class _DriveJob(Job):
-    """finish: ends it, when the operation has ended. real: what runs it."""
+class Queue(Protocol):
+    """Has jobs run, and knows when each began and ended: an `IoQueue`, or that of a model."""
 
-    def __init__(self, operation: DriveOperation, urgent: bool, finish: Callable[[_DriveJob], None]) -> None:
-        super().__init__()
-        self.operation = operation
-        self.urgent = urgent
-        self.real: Job | None = None
-        self._finish = finish
+    def submit(self, run: Run, *, urgent: bool, nbytes: int, told: Told) -> Job:
+        """Have `run` called, which moves so many bytes. urgent: it is a read, and else a write."""
 
-    @property
-    def done(self) -> bool:
-        if not self._finished.is_set() and self.operation.done:
-            self._finish(self)
-        return self._finished.is_set()
+    def cancel(self, job: Any) -> bool:
+        """Cancel a job that is not urgent. False if it has begun. A cancelled job's error is CancelledError."""
 
-    def wait(self, seconds: float | None = None) -> bool:
-        if not self._finished.is_set() and self.operation.wait(seconds):
-            self._finish(self)
-        return self._finished.is_set()
+    def now(self) -> float:
+        """The seconds of the clock that `told` hears."""
+
+    def close(self) -> None:
+        """Cancel the jobs that are not urgent and have not begun, and end after all others."""
 
 
 class Drive(Protocol):
-    """Says when operations on a drive end, in a time of its own, and moves no bytes. Any thread may call it.
+    """A model of a drive. ascend_emulator has one."""
 
-    dry: whether nobody looks at any data, so that none need be moved.
+    def files(self, files: Files) -> Files:
+        """What is to be used in place of these; they themselves where the bytes of a run matter."""
 
-    ascend_emulator has one.
-    """
-
-    @property
-    def dry(self) -> bool: ...
-
-    def submit(self, nbytes: int, *, read: bool) -> DriveOperation:
-        """Begin to read or write so many bytes, when the drive comes to it."""
-
-    def now(self) -> float:
-        """The seconds of its clock."""
-
-
-class DriveOperation(Protocol):
-    """A read or a write that was submitted to a drive."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    @property
-    def times(self) -> tuple[float, float]:
-        """When it began and ended, once it is done."""
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for its end, at most so many seconds of the drive's clock. Whether it has ended."""
-
-    def cancel(self) -> bool:
-        """Take it back, as if it had never been submitted. False if it has begun."""
+    def queue(self, threads: IoQueue) -> Queue:
+        """A queue that runs its jobs on these threads, when the model says, and closes them."""
 
 
 def _timed(run: Run, told: Told) -> None:
@@ -239,13 +154,6 @@ def _timed(run: Run, told: Told) -> None:
         run()
     finally:
         told(began, time.perf_counter())
-
-
-def _told_times(run: Run, told: Told, operation: DriveOperation) -> None:
-    try:
-        run()
-    finally:
-        told(*operation.times)
 
 
 def _error_of(run: Run) -> Exception | None:

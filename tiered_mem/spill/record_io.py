@@ -7,13 +7,12 @@ import errno
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ..allocators.base import round_up
 from ..errors import CorruptRecord
-from .disk_record import Record
 from .filesystem import Files, memory_at, pages
-from .record import ALIGNMENT, DIGITS, Header, parse_header
+from .lower_tier import Piece
+from .record import ALIGNMENT, DIGITS, Header, Layout, parse_header
 
 REQUEST_BYTES = 8 << 20
 
@@ -23,30 +22,33 @@ class RecordIo:
     """Writes a record straight from memory, or reads it back into memory. One serves for one operation.
 
     direct: the file is open for direct I/O. Otherwise `write` waits until the record is on the drive, and drops it
-    from the page cache. moved: the bytes that were moved, also where the operation failed.
+    from the page cache. header: has an entry for each piece, with checksums where it is to be read. layout: the
+    header's. moved: the bytes that were moved, also where the operation failed.
     """
 
     files: Files
     checksum: Checksum
     direct: bool
+    header: Header
+    layout: Layout
     moved: int = 0
 
-    def write(self, fd: int, record: Record, pieces: Sequence[Piece], *, reused: bool) -> tuple[Header, bytes]:
+    def write(self, fd: int, pieces: Sequence[Piece], *, reused: bool) -> tuple[Header, bytes]:
         """Write a record into a file of its length. Returns its header with checksums, also encoded.
 
-        record: has an entry for each piece. reused: the file may hold another record. Raises OSError.
+        reused: the file may hold another record. Raises OSError.
         """
         entries = tuple(
-            replace(entry, checksum=self.checksum.of(memory_at(piece.ptr, piece.nbytes)))
-            for entry, piece in zip(record.header.entries, pieces, strict=True)
+            replace(entry, checksum=self.checksum.of(self.files.contents(piece.ptr, piece.nbytes)))
+            for entry, piece in zip(self.header.entries, pieces, strict=True)
         )
-        header = replace(record.header, entries=entries)
+        header = replace(self.header, entries=entries)
         encoded = header.encode()
         with pages(len(encoded)) as start:
             if reused:
                 # Nobody must take the data for that of the header that was there before.
                 self._put(fd, start, ALIGNMENT, 0)
-            parts = zip(record.layout.offsets, pieces, strict=True)
+            parts = zip(self.layout.offsets, pieces, strict=True)
             for ptr, nbytes, offset in _runs((piece.ptr, piece.nbytes, at) for at, piece in parts):
                 self._put(fd, ptr, nbytes, offset)
             memory_at(start, len(encoded))[:] = encoded
@@ -56,33 +58,35 @@ class RecordIo:
             self._drop_from_cache(fd)
         return header, encoded
 
-    def read(self, fd: int, record: Record, wanted: Sequence[tuple[int, int]], path: str) -> None:
+    def read(self, fd: int, encoded: bytes, wanted: Sequence[tuple[int, int]], path: str) -> None:
         """Read pieces of a record from the file at `path`: the index of each, and the address that it goes to.
+
+        encoded: the header, as it was written.
 
         Raises CorruptRecord where the file holds anything else, and OSError; then the memory is undefined.
         """
-        self._check_header(fd, record, path)
-        entries, offsets = record.header.entries, record.layout.offsets
+        self._check_header(fd, encoded, path)
+        entries, offsets = self.header.entries, self.layout.offsets
         for to, nbytes, offset in _runs((ptr, entries[index].nbytes, offsets[index]) for index, ptr in wanted):
             self._get(fd, to, nbytes, offset, path)
         for index, ptr in wanted:
             entry = entries[index]
-            found = self.checksum.of(memory_at(ptr, entry.nbytes))
+            found = self.checksum.of(self.files.contents(ptr, entry.nbytes))
             if found != entry.checksum:
                 what = f"{self.checksum.name} of {entry.name}"
                 raise CorruptRecord(path, what, expected=entry.checksum, found=found)
         if not self.direct:
             self._drop_from_cache(fd)
 
-    def _check_header(self, fd: int, record: Record, path: str) -> None:
-        nbytes = len(record.encoded)
+    def _check_header(self, fd: int, encoded: bytes, path: str) -> None:
+        nbytes = len(encoded)
         with pages(nbytes) as start:
             self._get(fd, start, nbytes, 0, path)
             found = bytes(memory_at(start, nbytes))
-        if found != record.encoded:
+        if found != encoded:
             # Which says what is wrong with a damaged one.
-            other = parse_header(found, record.nbytes, path)
-            raise CorruptRecord(path, "another record", expected=_title(record.header), found=_title(other))
+            other = parse_header(found, self.layout.file_bytes, path)
+            raise CorruptRecord(path, "another record", expected=_title(self.header), found=_title(other))
 
     def _put(self, fd: int, ptr: int, nbytes: int, offset: int) -> None:
         done = self._move(self.files.pwrite, fd, ptr, nbytes, offset)
@@ -112,19 +116,6 @@ class RecordIo:
     def _drop_from_cache(self, fd: int) -> None:
         with contextlib.suppress(OSError):
             self.files.advise_dropped(fd)
-
-
-class Piece(NamedTuple):
-    """Memory that becomes an entry of a record.
-
-    name, dtype: as in `Entry`. ptr: an address that is a multiple of 4096. nbytes: its size; the memory behind it,
-    up to the next multiple of 4096, is written too.
-    """
-
-    name: str
-    ptr: int
-    nbytes: int
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +148,6 @@ def checksum_by_name(name: str | None) -> Checksum:
         else:
             return Checksum("xxh3_64", xxhash.xxh3_64_hexdigest)
     return Checksum("none", _no_digits) if name == "none" else Checksum("crc32", _crc32)
-
-
-def without_data(checksum: Checksum) -> Checksum:
-    """The same, but zeros for any data: where there is none to look at."""
-    return Checksum(checksum.name, lambda data: "0" * DIGITS[checksum.name])
 
 
 def _runs(parts: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -1,30 +1,26 @@
-"""The tiers that a manager's arguments ask for, and where the host tier's memory comes from.
-
-Its source is chosen once, by asking torch what it recognises as pinned.
-"""
+"""Where the host tier's memory comes from: the first source that torch recognises as pinned."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
 from ..allocators.acl import AclPinnedMemory, AclRegistrar, AclRuntime
-from ..allocators.base import HostMemory, HostPool, OutOfHostMemory
-from ..allocators.cuda import CudaPinnedMemory, CudaRegistrar
+from ..allocators.base import DirectMemory, HostMemory, HostPool, OutOfHostMemory, Region, round_up
+from ..allocators.cuda import CudaError, CudaPinnedMemory, CudaRegistrar
 from ..allocators.pages import LockedMemory, PageableMemory, node_of_pci
 from ..allocators.registered import RegisteredMemory
+from ..allocators.runtime import RuntimeRegistrar, cannot_pin
 from ..allocators.slab import SlabPool
 from ..device.device import Device
 from ..errors import PinningFailed
-from ..ground.arguments import instance, whole_number, with_methods, yes_or_no
-from ..sizes import format_bytes, parse_bytes
-from ..spill.disk_tier import DiskTier
-from ..spill.io_queue import Drive
+from ..ground.arguments import whole_number, with_methods, yes_or_no
+from ..sizes import format_bytes
 from .host_budget import (
     HostBytes,
     HostLimit,
@@ -34,9 +30,7 @@ from .host_budget import (
     local_processes,
     memlock_limit,
 )
-from .host_slab import bytes_of, is_pinned
-from .host_tier import HostTier
-from .torch_memory import CudartRegistrar, NpurtRegistrar, TorchPinnedMemory
+from .host_tier import HostTier, bytes_of, is_pinned
 
 _log = logging.getLogger("tiered_mem.tiers")
 
@@ -103,41 +97,6 @@ def host_tier(
     return HostTier(pool, device, steps_in_flight=steps_in_flight)
 
 
-def disk_tier(
-    spill_dir: str | os.PathLike[str] | None,
-    spill_bytes: int | str | None,
-    spill_write_budget: int | str | None,
-    spill_checksum: str | None,
-    disk: DiskTier | None,
-) -> DiskTier | None:
-    """Arguments and errors are those of TieringManager."""
-    described = (spill_dir, spill_bytes, spill_write_budget, spill_checksum) != (None, None, None, None)
-    if disk is not None:
-        if described:
-            raise ValueError("disk comes in place of the arguments that begin with spill: give either it or these")
-        return instance("disk", disk, DiskTier)
-    if spill_dir is None:
-        if described:
-            raise ValueError("what begins with spill describes a disk tier, which needs a spill_dir as well")
-        return None
-    return DiskTier(
-        spill_dir,
-        capacity=None if spill_bytes is None else parse_bytes(spill_bytes, "spill_bytes"),
-        write_budget=None if spill_write_budget is None else parse_bytes(spill_write_budget, "spill_write_budget"),
-        checksum=spill_checksum,
-        drive=offered_drive(),
-    )
-
-
-def offered_drive() -> Drive | None:
-    """The first drive that an installed package offers to this process, by an entry point "tiered_mem.drives".
-
-    That is a function without arguments; it returns None where there is nothing to be modelled.
-    """
-    offers = (entry.load()() for entry in entry_points(group="tiered_mem.drives"))
-    return next((drive for drive in offers if drive is not None), None)
-
-
 def offered_host() -> HostLimit | None:
     """The memory of another machine, where an installed package has this process run as if it were there.
 
@@ -180,6 +139,18 @@ def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: 
     return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
 
 
+@contextlib.contextmanager
+def pinned_slab(device: Device, nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Host memory for copies from and to the device, for as long as this is entered, and the name of its source."""
+    pin, pool = chosen_pool(device, nbytes, "try", preallocate=True)
+    with pool:
+        region = pool.allocate(nbytes)
+        try:
+            yield pin, bytes_of(pool.slab(region))
+        finally:
+            pool.deallocate(region)
+
+
 def numa_node(device: Device) -> int | None:
     """The NUMA node that the device is attached to; None where it is unknown."""
     if device.kind == "npu":
@@ -190,6 +161,60 @@ def numa_node(device: Device) -> int | None:
     else:
         address = None
     return None if address is None else node_of_pci(address)
+
+
+class TorchPinnedMemory(DirectMemory[torch.Tensor]):
+    """A `HostMemory` from torch's own pinned allocator, which rounds every request up to a power of two.
+
+    For stacks on which torch does not recognise memory pinned by others. Memory that is given back stays with
+    torch, for its next request of that size.
+    """
+
+    def footprint(self, nbytes: int) -> int:
+        """Return how much torch pins for a region: a power of two."""
+        return 1 << max(nbytes - 1, 0).bit_length()
+
+    def _obtain(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        tensor = _pinned_by_torch(nbytes)
+        if round_up(tensor.data_ptr()) != tensor.data_ptr():  # torch puts small ones next to each other
+            tensor = _pinned_by_torch(nbytes + round_up(1))
+        return round_up(tensor.data_ptr()), tensor
+
+    def _give_back(self, region: Region, held: torch.Tensor) -> None:
+        """The memory is free when nothing refers to the tensor any more."""
+
+
+class NpurtRegistrar(RuntimeRegistrar):
+    """A `Registrar` that makes memory known to Ascend's runtime through torch_npu. The runtime's error is AclError.
+
+    npurt: torch.npu.npurt() by default. Raises RuntimeError if torch_npu is not loaded or is too old to have it,
+        and OSError if Ascend's runtime is not found.
+    """
+
+    def __init__(self, npurt: Any = None) -> None:
+        npurt = _npurt() if npurt is None else npurt
+        error = AclRuntime().error  # torch_npu says nothing of a failure but its code
+        super().__init__(npurt, error, "npuHostRegister", "npuHostUnregister", AclRegistrar.PINNED)
+
+
+class CudartRegistrar(RuntimeRegistrar):
+    """A `Registrar` that makes memory known to the CUDA runtime through torch, which may have it built in.
+
+    The runtime's error is CudaError.
+
+    cudart: torch.cuda.cudart() by default. Raises RuntimeError if torch has no CUDA.
+    forget: drops the error that CUDA remembers from a failed call.
+    """
+
+    def __init__(self, cudart: Any = None, forget: Callable[[], None] | None = None) -> None:
+        self._cudart = _cudart() if cudart is None else cudart
+        self._forget = _launch_a_kernel if forget is None else forget
+        register, unregister = "cudaHostRegister", "cudaHostUnregister"
+        super().__init__(self._cudart, self._failure, register, unregister, CudaRegistrar.PORTABLE)
+
+    def _failure(self, function: str, status: Any, nbytes: int | None = None) -> CudaError:
+        self._forget()
+        return CudaError(function, int(status), nbytes, self._cudart.cudaGetErrorString(status))
 
 
 def _pool(source: HostMemory, capacity: int) -> SlabPool:
@@ -227,3 +252,44 @@ def _filled(pool: SlabPool, preallocate: bool) -> SlabPool:
                 "the host pool has %s of %s: %s", format_bytes(reserved), format_bytes(capacity), str(error)
             )
     return pool
+
+
+def _pinned_by_torch(nbytes: int) -> torch.Tensor:
+    try:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise _not_pinned(nbytes, error) from error
+    if tensor.data_ptr() != 0:
+        return tensor
+    # Where torch_npu cannot pin it says nothing, gives null, and keeps that for the next request of the size.
+    runtime = AclRuntime()
+    failure = runtime.recall("aclrtMallocHost", nbytes)
+    del tensor
+    torch.get_device_module().host_empty_cache()
+    runtime.recall("aclrtFreeHost", nbytes)  # it has freed null as well
+    raise _not_pinned(nbytes, failure)
+
+
+def _not_pinned(nbytes: int, why: RuntimeError) -> OutOfHostMemory:
+    return cannot_pin(f"torch could not pin {format_bytes(nbytes)}: {why}", nbytes)
+
+
+def _npurt() -> Any:
+    module = torch.get_device_module("npu")
+    if not hasattr(module, "npurt"):
+        raise RuntimeError("this torch_npu has no npurt(); update it, or register by AclRegistrar")
+    return module.npurt()
+
+
+def _cudart() -> Any:
+    module: Any = torch.cuda
+    if torch.version.cuda is None:
+        raise RuntimeError("this torch is built without CUDA")
+    return module.cudart()
+
+
+def _launch_a_kernel() -> None:
+    # torch does not bind cudaGetLastError. The check after a launch calls it, and takes what it finds for
+    # that launch's own error.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ascend_emulator.drives import ModelledDrive
+
 
 @dataclass
 class SlowOperation:
@@ -36,7 +38,7 @@ class SlowOperation:
 
 
 @dataclass
-class SlowDrive:
+class SlowDrive(ModelledDrive):
     """seconds: what time it is."""
 
     operations: list[SlowOperation] = field(default_factory=list)

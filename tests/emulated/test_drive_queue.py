@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from ascend_emulator.drives import DriveJob, DriveQueue
 
-from tests.spill.disks import MIB, disk_in, io_threads
+from tests.emulated.slow_drive import SlowDrive, SlowOperation
+from tests.spill.disks import MIB, disk_in
 from tests.spill.memory import Memory
-from tests.spill.slow_drive import SlowDrive, SlowOperation
 from tiered_mem.spill.disk_tier import DiskTier
-from tiered_mem.spill.io_queue import DriveQueue, IoQueue, Job
+from tiered_mem.spill.io_queue import IoQueue
+from tiered_mem.spill.lower_tier import Piece
 from tiered_mem.spill.reader import read_header
-from tiered_mem.spill.record_io import Piece
-from tiered_mem.tiers.pinning import disk_tier, offered_drive
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Work:
     order: list[str] = field(default_factory=list)
     told: list[tuple[float, float]] = field(default_factory=list)
 
-    def submit(self, name: str) -> tuple[Job, SlowOperation]:
+    def submit(self, name: str) -> tuple[DriveJob, SlowOperation]:
         read = name.startswith("read")
         job = self.queue.submit(
             lambda: self.order.append(name), urgent=read, nbytes=100, told=lambda *times: self.told.append(times)
@@ -186,24 +186,3 @@ def test_with_a_dry_drive_files_have_headers_and_no_data(tmp_path: Path) -> None
     assert tier.stats().used == (1 << 40) + MIB + 2 * 4096
     tier.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_managers_disk_tier_takes_the_drive_that_a_package_offers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packages, spill_dir = tmp_path / "packages", tmp_path / "spill"
-    spill_dir.mkdir()
-    for name, offer in {"nothing": "def drive(): return None", "slow": "drive = SlowDrive"}.items():
-        about = packages / f"{name}-0.dist-info"
-        about.mkdir(parents=True)
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-        (about / "entry_points.txt").write_text(f"[tiered_mem.drives]\n{name} = offering_{name}:drive\n")
-        (packages / f"offering_{name}.py").write_text(f"from tests.spill.slow_drive import SlowDrive\n{offer}\n")
-    assert offered_drive() is None
-    monkeypatch.syspath_prepend(packages)
-    assert isinstance(offered_drive(), SlowDrive)
-    tier = disk_tier(str(spill_dir), "1MiB", None, None, None)
-    assert tier is not None
-    assert tier.now() == 0
-    tier.close()
-    assert io_threads() == []
