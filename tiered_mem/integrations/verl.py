@@ -16,7 +16,7 @@ _log = logging.getLogger("tiered_mem.integrations")
 VENDOR = "tiered_mem"
 
 
-class Tiering:
+class AttachedEngine:
     """What the engines do beside verl's: the model is attached to the default manager when it is made.
 
     min_bytes: as for TieringManager.offload_context().
@@ -65,7 +65,7 @@ def register() -> None:
         "language_model": FSDPEngineWithLMHead,
         "value_model": FSDPEngineWithValueHead,
     }.items():
-        ours = type(f"Tiered{theirs.__name__}", (Tiering, theirs), {"__module__": __name__})
+        ours = type(f"Tiered{theirs.__name__}", (AttachedEngine, theirs), {"__module__": __name__})
         EngineRegistry.register(model_type, ["fsdp", "fsdp2"], device=["cuda", "npu"], vendor=VENDOR)(ours)
 
 
