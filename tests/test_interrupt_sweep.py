@@ -31,7 +31,6 @@ HARMLESS = {
     "layer_context.py": ["<lambda>", "__init__", "restart", "sync"],
     "layer_order.py": ["__init__", "check"],
     "layout.py": ["params_of"],
-    "layer_state.py": ["__init__", "_keys", "get_offloaded_total_size_mb", "pop_tensor"],
     "link.py": ["__post_init__"],
     "lru.py": ["check"],
     "manager.py": ["__enter__", "__exit__", "act", "layer_context", "offload_context"],
@@ -45,7 +44,7 @@ HARMLESS = {
     "saved_hooks.py": ["call"],
     "sizes.py": ["_parsed", "format_bytes", "parse_bytes"],
     "states.py": ["<genexpr>", "check", "keys"],
-    "synchronizers.py": ["__init__", "pop_tensor"],
+    "synchronizers.py": ["__init__", "get_offloaded_total_size_mb", "pop_tensor"],
     "tensors.py": ["__init__", "pop", "require"],
     "tiered_optimizer.py": [
         "<genexpr>",
