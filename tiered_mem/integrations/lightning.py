@@ -26,8 +26,8 @@ class LightningCallback(Tiering, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         offload = getattr(strategy, "cpu_offload", None)  # of the FSDP strategies
-        if getattr(offload, "offload_params", offload):
-            refuse_others([f"{type(strategy).__name__}(cpu_offload=...)"], "TieringCallback")
+        offloads = getattr(offload, "offload_params", offload)
+        refuse_others({f"{type(strategy).__name__}(cpu_offload=...)": offloads}, "TieringCallback")
         manager = self.manager(pl_module.device)
 
         def context(layers: list[torch.nn.Module] | None, min_bytes: int | str | None) -> OffloadContext:

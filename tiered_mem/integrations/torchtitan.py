@@ -41,8 +41,8 @@ class TieredOptimizers(OptimizersContainer):
             )
         manager = default_manager()
         devices = {each.device.type for part in model_parts for each in part.parameters()}
-        if manager.device.kind != "cpu" and "cpu" in devices:
-            refuse_others(["--training.enable_cpu_offload"], "tiered_mem.integrations.torchtitan.optimizer")
+        on_host = manager.device.kind != "cpu" and "cpu" in devices
+        refuse_others({"--training.enable_cpu_offload": on_host}, "tiered_mem.integrations.torchtitan.optimizer")
         super().__init__(config, model_parts=model_parts)
         self.optimizers = [manager.register_optimizer(each, residency=config.residency) for each in self.optimizers]
         if config.attach:

@@ -113,24 +113,23 @@ def _replace(prepared: Any, optimizer: torch.optim.Optimizer) -> None:
         prepared.__init__(optimizer, device_placement=False, scaler=prepared.scaler)
 
 
-def _other_offloaders(args: TrainingArguments) -> list[str]:
+def _other_offloaders(args: TrainingArguments) -> dict[str, object]:
     """The settings by which transformers, TRL or accelerate offload by themselves."""
     checkpointing = _read(args.activation_checkpointing_kwargs)
     fsdp = _read(args.fsdp_config) if args.fsdp else {}
-    settings = {
+    return {
         "activation_offloading=True": getattr(args, "activation_offloading", False),  # TRL's
         'activation_checkpointing_kwargs={"offload": True}': checkpointing.get("offload"),
         'fsdp_config={"cpu_offload": True}': fsdp.get("cpu_offload") or fsdp.get("offload_params"),
         'fsdp_config={"activation_cpu_offload": True}': fsdp.get("activation_cpu_offload"),
     }
-    return [setting for setting, on in settings.items() if on]
 
 
-def _zero_offload(args: TrainingArguments) -> list[str]:
+def _zero_offload(args: TrainingArguments) -> dict[str, object]:
     """The setting by which DeepSpeed keeps the optimizer's states elsewhere."""
     plugin = getattr(args, "deepspeed_plugin", None)
     where = None if plugin is None else plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer.device")
-    return [] if where in (None, "none") else [f"DeepSpeed's zero_optimization.offload_optimizer.device={where!r}"]
+    return {f"DeepSpeed's zero_optimization.offload_optimizer.device={where!r}": where not in (None, "none")}
 
 
 def _read(setting: str | dict[str, Any] | None) -> dict[str, Any]:

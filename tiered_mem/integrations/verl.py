@@ -46,14 +46,13 @@ class AttachedEngine:
         moves = optimizer and not isinstance(self.optimizer, TieredOptimizer)
         super().to(device, model=model, optimizer=moves, grad=grad)  # type: ignore[misc]
 
-    def _other_offloaders(self) -> list[str]:
+    def _other_offloaders(self) -> dict[str, object]:
         tiered = getattr(self.optimizer_config, "optimizer_impl", "") == "tiered_mem.optim"
-        settings = {
+        return {
             "model.enable_activation_offload=True": self.model_config.enable_activation_offload,
             "fsdp_config.offload_policy=True": self.engine_config.offload_policy,
             "fsdp_config.optimizer_offload=True": tiered and self.engine_config.optimizer_offload,
         }
-        return [setting for setting, on in settings.items() if on]
 
 
 def register() -> None:

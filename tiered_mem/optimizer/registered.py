@@ -61,7 +61,6 @@ class RegisteredOptimizers:
         self._disk = disk
         self._exclusive = exclusive
         self._all: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
-        self._share = share
         self._sharing = None if share is None else _Sharing(share, peak)
         # An optimizer may die anywhere. Whoever calls next gives its memory back.
         self._forgotten: deque[States] = deque()
@@ -81,7 +80,7 @@ class RegisteredOptimizers:
             raise ValueError("the optimizer is registered already: use what register_optimizer returned then")
         check_optimizer(optimizer, self._device)
         if bucket_bytes is None:
-            passing = None if self._share is None else self._share.passing
+            passing = None if self._sharing is None else self._sharing.share.passing
             bucket_bytes = _BUCKET_BYTES if passing is None else min(_BUCKET_BYTES, passing // 2)
         if residency not in get_args(Residency):
             names = ", ".join(map(repr, get_args(Residency)))
@@ -107,7 +106,7 @@ class RegisteredOptimizers:
         self._all.add(tiered)
         self._tell_share()
         if self._sharing is not None and residency == "auto" and not states.at_once:
-            self._sharing.add(states)
+            self._sharing.states.add(states)
         weakref.finalize(tiered, self._forgotten.append, states).atexit = False
         _tell(tiered, residency)
         return tiered
@@ -118,14 +117,14 @@ class RegisteredOptimizers:
             states = self._forgotten.popleft()
             states.close()
             if self._sharing is not None:
-                self._sharing.leave_out(states)
+                self._sharing.states.discard(states)
             self._tell_share()
 
     def _tell_share(self) -> None:
         """What is registered decides what is advised."""
-        if self._share is not None:
-            self._share.registered = bool(self._all)
-            self._share.at_once = any(optimizer.at_once for optimizer in list(self._all))
+        if self._sharing is not None:
+            share, there = self._sharing.share, list(self._all)
+            share.registered, share.at_once = bool(there), any(optimizer.at_once for optimizer in there)
 
     def poll(self) -> None:
         """Goes on with files that can be written by now, and with what is to stay on the device or not any more.
@@ -161,29 +160,21 @@ class _Sharing:
 
     Keeps no states alive, for these know it.
 
-    share: what is planned. peak: measures steps.
+    share: what is planned. peak: measures steps. states: those that may have a part.
     """
 
     def __init__(self, share: StatesShare, peak: DevicePeak) -> None:
-        self._share = share
+        self.share = share
         self._peak = peak
-        self._states: weakref.WeakSet[States] = weakref.WeakSet()
+        self.states: weakref.WeakSet[States] = weakref.WeakSet()
         self._kept_for: tuple[int | None, int, int] | None = None
         # Of each optimizer how its last measured step was made, and what it took beside all that is kept.
         self._steps: weakref.WeakKeyDictionary[States, tuple[_Way, int]] = weakref.WeakKeyDictionary()
 
-    def add(self, states: States) -> None:
-        """These may have a part."""
-        self._states.add(states)
-
-    def leave_out(self, states: States) -> None:
-        """These have none any more."""
-        self._states.discard(states)
-
     def count(self) -> None:
         """Says how much of what is to stay is there."""
-        if self._share.total and self._share.target != self._share.kept:
-            self._share.kept = self._kept
+        if self.share.total and self.share.target != self.share.kept:
+            self.share.kept = self._kept
 
     @contextlib.contextmanager
     def measured(self, states: States) -> Iterator[None]:
@@ -203,13 +194,13 @@ class _Sharing:
         with self._peak.measured() as most:
             yield
         self._steps[states] = way, most() - self._kept + (0 if begun else pipeline.window_bytes)
-        self._share.step_peak = max(peak for _, peak in self._steps.values())
+        self.share.step_peak = max(peak for _, peak in self._steps.values())
         if begun and before is not None and not before[0]:
-            self._share.target = None
+            self.share.target = None
 
     def keep(self) -> None:
         """Has as much stay as is planned, after each change of the plan or the states."""
-        share, sharing = self._share, list(self._states)
+        share, sharing = self.share, list(self.states)
         now = share.target, sum(states.version for states in sharing), len(sharing)
         if now == self._kept_for:
             return
@@ -227,7 +218,7 @@ class _Sharing:
 
     @property
     def _kept(self) -> int:
-        return sum(states.pipeline.kept for states in list(self._states))
+        return sum(states.pipeline.kept for states in list(self.states))
 
 
 def _rounding(nbytes: int) -> int:

@@ -20,8 +20,8 @@ from .layout import State, params_of
 class Answering(Protocol):
     """Whoever has the states. See `States`."""
 
-    version: int
-
+    @property
+    def version(self) -> int: ...
     def check(self) -> None: ...
     def keys(self) -> list[Any]: ...
     def copy_of(self, key: Any) -> Any: ...
@@ -33,7 +33,7 @@ class StatePlace:
     """The `state` of an optimizer: a dictionary of its own, or what answers for it.
 
     states: has the states. taken: they were taken over, of which the optimizer knows nothing before. filled: the
-    states are in the optimizer's own dictionary.
+    states are in the optimizer's own dictionary. version: another one whenever they may have changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, states: Answering) -> None:
@@ -43,6 +43,7 @@ class StatePlace:
         self._resting = RestingState(states)
         self.taken = False
         self.filled = False
+        self.version = 0
 
     @property
     def own(self) -> dict[Any, Any]:
@@ -59,6 +60,7 @@ class StatePlace:
     def used(self) -> Iterator[None]:
         """Inside, the optimizer has its own dictionary for a `state`; and afterwards, if the states are in it."""
         self._optimizer.state = self.own
+        self.version += 1
         try:
             yield
         finally:

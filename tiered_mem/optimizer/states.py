@@ -44,7 +44,7 @@ class States:
     and are there again after `reload`. around: gives what a step without a closure is made in.
 
     at_once: whether it is stepped at once. closure_first: whether a step calls a closure once, before all else.
-    version: another one whenever states have changed. away: states leave the device after a step.
+    away: states leave the device after a step.
     """
 
     def __init__(
@@ -72,13 +72,17 @@ class States:
         self.pipeline = pipeline
         self.at_once = choice.at_once
         self.closure_first = choice.closure_first
-        self.version = 0
         self.away = not stay
 
     @property
     def here(self) -> bool:
         """Whether the states are where the optimizer looks for them."""
         return self._place.filled
+
+    @property
+    def version(self) -> int:
+        """Another one whenever states have changed."""
+        return self._place.version
 
     @_alone
     def adopt(self) -> None:
@@ -88,7 +92,6 @@ class States:
         before, and all that was taken is given back.
         """
         self._not_inside("have new parameters")
-        self.version += 1
         with self._place.used():
             self._take_new()
             self._place.taken = True
@@ -148,7 +151,6 @@ class States:
             with self.present():
                 arguments = [] if closure is None else [_interruptible(closure)]
                 return bare_step(self._optimizer)(*arguments, **options)
-        self.version += 1
         with self._place.used():
             self._step_in_buckets()
         self.poll()
@@ -350,17 +352,15 @@ class States:
         buckets, before = self.pipeline.buckets, self._optimizer.state
         loaded = 0
         try:
-            load([param for bucket in buckets for param in bucket.params] if at_once or self.at_once else [])
+            load([param for bucket in buckets for param in bucket.params] if at_once else [])
             others = {key: value for key, value in self._optimizer.state.items() if key not in self._known}
             if self.at_once:
-                self.version += 1
                 self.pipeline.forget()
                 self._take_all()
             else:
                 for bucket in buckets:
                     if not at_once:
                         load(bucket.params)
-                    self.version += 1
                     self._take_loaded(bucket)
                     loaded += 1
         except BaseException:
@@ -394,7 +394,7 @@ class States:
     def close(self) -> None:
         """Frees all memory. The states are gone."""
         self._closed = True
-        self.version += 1
+        self._place.version += 1
         self._watch.close()
         self.pipeline.close()
 
@@ -412,7 +412,6 @@ class States:
             self.pipeline.reload(self.pipeline.buckets)
             self._place.fill(self.pipeline.buckets)
             self.pipeline.residences.step_begins()
-        self.version += 1
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
@@ -423,11 +422,9 @@ class States:
         try:
             yield
         finally:
-            if brought := self.here:
-                self.version += 1
-                if not self._closed:
-                    with self._place.used():
-                        self._take_all()
+            if (brought := self.here) and not self._closed:
+                with self._place.used():
+                    self._take_all()
         if brought and self.away:
             self.poll()
             self._learn()
@@ -456,7 +453,6 @@ class States:
     def _adopt_loaded(self) -> None:
         """Takes over what somebody has loaded into the optimizer itself."""
         if self._place.has_other and not self.here:
-            self.version += 1
             with self._place.used():
                 self.pipeline.forget()
                 self._take_all()

@@ -50,7 +50,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.defaults = wrapped.defaults
         self._wrapped = wrapped
         self._states = states
-        self._check = _StepCheck(wrapped, states.pipeline.device)
+        self._begun = self._idle = False  # what was said of its steps
         self._manager = manager  # lives as long as this
         # They are called once for a step, and not for each bucket.
         self._hooks = {name: getattr(wrapped, name) for name in HOOKS}
@@ -153,7 +153,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         ValueError where the parameters are the model's no more.
         """
         self._states.check()
-        self._check.look(has_gradients=closure is None)
+        self._look(has_gradients=closure is None)
         loss = None
         if closure is None or options:
             loss = self._states.step(closure, options)
@@ -218,6 +218,31 @@ class TieredOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _look(self, *, has_gradients: bool) -> None:
+        """Before a step. has_gradients: they are there already, and do not come of a closure.
+
+        Raises ValueError for parameters that are the model's no more. Says once what makes tiering be of no use.
+        """
+        params, name = params_of(self._wrapped), type(self._wrapped).__name__
+        idle = has_gradients and bool(params) and all(param.grad is None for param in params)
+        if idle or not self._begun:
+            _check_in_use(params, name)
+        if idle and not self._idle:
+            self._idle = True
+            _log.warning(
+                "no parameter of %s has a gradient, and its step changes nothing: was it made for another model, "
+                "or before fully_shard put other parameters in their place? Make it afterwards",
+                name,
+            )
+        device = self._states.pipeline.device
+        if params and not self._begun and not any(map(device.owns, params)):
+            _log.warning(
+                "the parameters of %s are on %s, and so are its states, none of which moves: model.to(%r) before "
+                "the first step",
+                *(name, params[0].device, str(device.torch_device)),
+            )
+        self._begun = True
+
     def _load(self, state_dict: dict[str, Any], everything: bool, params: Sequence[Param]) -> None:
         # A copy: torch would take over what is on the right device already.
         if everything:
@@ -267,43 +292,6 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self.__getstate__()
-
-
-class _StepCheck:
-    """Looks whether a step has anything to do with what the manager moves.
-
-    device: the manager's.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._begun = self._idle = False
-
-    def look(self, *, has_gradients: bool) -> None:
-        """Before a step. has_gradients: they are there already, and do not come of a closure.
-
-        Raises ValueError for parameters that are the model's no more. Says once what makes tiering be of no use.
-        """
-        params, name = params_of(self._optimizer), type(self._optimizer).__name__
-        idle = has_gradients and bool(params) and all(param.grad is None for param in params)
-        if idle or not self._begun:
-            _check_in_use(params, name)
-        if idle and not self._idle:
-            self._idle = True
-            _log.warning(
-                "no parameter of %s has a gradient, and its step changes nothing: was it made for another model, "
-                "or before fully_shard put other parameters in their place? Make it afterwards",
-                name,
-            )
-        if params and not self._begun and not any(map(self._device.owns, params)):
-            here = self._device.torch_device
-            _log.warning(
-                "the parameters of %s are on %s, and so are its states, none of which moves: model.to(%r) before "
-                "the first step",
-                *(name, params[0].device, str(here)),
-            )
-        self._begun = True
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, device: Device) -> None:
