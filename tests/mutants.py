@@ -72,7 +72,7 @@ SAVED = ("saved_tensors", "saved_views", "changed_tensors")
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
 SHELF = code("shelf", folder="tiers/")
 COPIES = [*code("transfer", folder="device/"), *code("host_tier", folder="tiers/"), *code("manager")]
-OPTIMIZER = ("pipeline", "states", "buckets", "bucket")
+OPTIMIZER = ("pipeline", "states", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 PLANS = {"_copies_end": "ready", "_running_maxima": "{0}", "_guard": "[]"}
 PLANNING = [*code("planner", "reloads", folder="policies/planning/"), *code("player", folder="policies/planning/")]

@@ -58,8 +58,8 @@ def test_states_stay_where_there_is_room_and_leave_when_steps_get_longer(
         manager.attach(model, min_bytes=4096),
     ):
         optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), residency="auto")
-        states = optimizer.states.buckets
-        assert len(states.all) > 2, "in small buckets, as the budget is small"
+        states = optimizer.states.pipeline
+        assert len(states.buckets) > 2, "in small buckets, as the budget is small"
         most = Peak(device_module)
         assert train(model, x, optimizer, LENGTHS[:4]) == losses[:4]
         assert states.kept > states.nbytes // 2
@@ -91,7 +91,7 @@ def test_what_the_host_cannot_hold_goes_to_disk(device: str, tmp_path: Path) -> 
                 on_disk.append(manager.stats().get("disk.used.current", 0))
             assert equal(values(optimizer), expected)
             assert bool(on_disk[-1]) is bool(disk)
-            assert on_disk[-1] < optimizer.states.buckets.nbytes
+            assert on_disk[-1] < optimizer.states.pipeline.nbytes
 
     tiered("32MiB")
     tiered("3MiB", spill_dir=tmp_path, spill_bytes="64MiB")

@@ -131,7 +131,7 @@ STATES = """
             seconds = ascend_emulator.now() - began
         said = {"seconds": seconds, "peak": torch.npu.max_memory_allocated()}
         if manager:
-            said |= {"kept": optimizer.states.buckets.kept, "states": optimizer.states.buckets.nbytes}
+            said |= {"kept": optimizer.states.pipeline.kept, "states": optimizer.states.pipeline.nbytes}
             manager.close()
         del model, optimizer
         torch.npu.reset_peak_memory_stats()

@@ -89,7 +89,7 @@ def test_losses_and_weights_are_those_of_the_plain_fit(
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *rest: Any) -> None:
-            manager = tiering._tiering.current
+            manager = tiering._manager
             assert manager is not None
             moved = int(manager.stats()["offloaded.blocks.total"])
             seen.append((isinstance(trainer.strategy.optimizers[0], TieredOptimizer), moved))
@@ -131,7 +131,7 @@ def test_a_module_without_repeated_blocks(
 
     class Look(pl.Callback):
         def on_train_batch_end(self, *rest: Any) -> None:
-            manager = tiering._tiering.current
+            manager = tiering._manager
             assert manager is not None
             moved.append(int(manager.stats()["offloaded.blocks.total"]))
 

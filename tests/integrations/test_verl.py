@@ -131,14 +131,14 @@ def test_an_engine_trains_as_verls(
 ) -> None:
     from verl.workers.engine.fsdp import transformer_impl
 
-    from tiered_mem.integrations.verl import Tiering
+    from tiered_mem.integrations.verl import AttachedEngine
 
     expected = train(engine(tmp_path, strategy), device)
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "tiered_mem")
-    monkeypatch.setattr(Tiering, "min_bytes", 1)
+    monkeypatch.setattr(AttachedEngine, "min_bytes", 1)
     monkeypatch.setattr(transformer_impl, "offload_fsdp_optimizer", None)  # the states are where they are to go
     made = engine(tmp_path, strategy, optimizer_impl="tiered_mem.optim")
-    assert isinstance(made, Tiering)
+    assert isinstance(made, AttachedEngine)
     assert isinstance(made.optimizer, TieredOptimizer)
     before = int(default.stats()["offloaded.blocks.total"])
     losses, weights = train(made, device)

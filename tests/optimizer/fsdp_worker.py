@@ -213,12 +213,12 @@ def buckets_are_alike(optimizer: Optimizer) -> list[int]:
     if not isinstance(optimizer, TieredOptimizer):
         raise TypeError(optimizer)
     numbers = {param: number for number, param in enumerate(optimizer.param_groups[0]["params"])}
-    mine = [[numbers[param] for param in bucket.params] for bucket in optimizer.states.buckets.all]
+    mine = [[numbers[param] for param in bucket.params] for bucket in optimizer.states.pipeline.buckets]
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     expect(all(each == mine for each in everybody), f"buckets of {everybody}")
     expect(len(mine) > 1, f"buckets of {mine}")
-    return [id(bucket.fields) for bucket in optimizer.states.buckets.all]
+    return [id(bucket.fields) for bucket in optimizer.states.pipeline.buckets]
 
 
 def train(folder: Path) -> None:
@@ -250,11 +250,11 @@ def places(folder: Path) -> None:
     watched.seen.clear()
     trainee.train()
     span = max(start + nbytes for start, nbytes in watched.seen) - min(start for start, _ in watched.seen)
-    expect(span <= tiered.states.buckets.window_bytes, f"states are not in the window: they span {span} bytes")
+    expect(span <= tiered.states.pipeline.window_bytes, f"states are not in the window: they span {span} bytes")
     # In rest nothing but an empty part of a state is where the step had it.
     rest = [
         value
-        for bucket in tiered.states.buckets.all
+        for bucket in tiered.states.pipeline.buckets
         for state in bucket.states.values()
         for value in state.values()
     ]
@@ -262,7 +262,7 @@ def places(folder: Path) -> None:
     expect(not left and any(isinstance(value, Absent) for value in rest), f"states that are not away: {left}")
     held = sum(
         part.nbytes
-        for bucket in tiered.states.buckets.all
+        for bucket in tiered.states.pipeline.buckets
         for f in bucket.fields.values()
         for p in f
         for part in p.parts

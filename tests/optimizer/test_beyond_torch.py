@@ -79,7 +79,7 @@ def test_a_method_that_does_not_look_at_the_states_moves_none(device: str, make_
     assert optimizer.states.version == before
     optimizer.norm()
     assert optimizer.states.version > before
-    assert not optimizer.states.buckets.here
+    assert not optimizer.states.here
 
 
 def test_what_neither_has_is_missing(device: str, make_tiered: MakeTiered) -> None:
@@ -223,7 +223,7 @@ def test_what_is_loaded_into_the_original_counts(reads: bool, registered: Regist
     for optimizer, trained in ((plain, twins), (tiered, params)):
         train(optimizer, trained, [5, 6], missing=False)
     assert not differences(outcome(plain, twins), outcome(tiered, params))
-    assert not tiered.states.buckets.here
+    assert not tiered.states.here
 
 
 def test_given_back_the_original_has_a_state_of_its_own(registered: Registered) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
+from tiered_mem.optimizer.bucket import pack
 from tiered_mem.optimizer.layout import Field, Part, StateLayout
-from tiered_mem.optimizer.residences import pack
 
 LIMIT = 1 << 16
 SMALL_AND_LARGE = st.integers(0, LIMIT // 4) | st.integers(LIMIT // 2, LIMIT) | st.integers(0, 2 * LIMIT)

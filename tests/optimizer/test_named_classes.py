@@ -111,9 +111,9 @@ def test_what_is_derived_from_one_takes_the_arguments_of_registration(device: st
         return kind([torch.nn.Parameter(torch.ones(4, device=device))], **options)
 
     slow = made(Slow)
-    assert (slow.at_once, slow.states.buckets.away) == (False, False)
+    assert (slow.at_once, slow.states.away) == (False, False)
     slow = made(Slow, separable=False, residency="host")
-    assert (slow.at_once, slow.states.buckets.away) == (True, True)
+    assert (slow.at_once, slow.states.away) == (True, True)
     assert made(Named, separable=False).wrapped.word is False
     arguments = inspect.signature(Slow).parameters
     assert list(arguments) == ["params", "lr", "bucket_bytes", "residency", "separable", "options"]

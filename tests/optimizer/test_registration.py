@@ -23,7 +23,7 @@ from tests.optimizer.training import (
 )
 from tiered_mem import TieringManager
 from tiered_mem.errors import TierFull
-from tiered_mem.optimizer.trial import HOOKS
+from tiered_mem.optimizer.separable import HOOKS
 from tiered_mem.spill.disk_tier import DiskTier
 
 SHAPES = [(32, 32)] * 24
@@ -214,7 +214,7 @@ def test_a_group_whose_states_cannot_leave_is_not_added(device: str, make_tiered
             optimizer = make_tiered(optimizer, host_bytes="1MiB")
             with pytest.raises(TierFull):
                 optimizer.add_param_group({"params": make_params(device, shapes=[(512, 512)])})
-            assert [bucket.params for bucket in optimizer.states.buckets.all] != []
+            assert [bucket.params for bucket in optimizer.states.pipeline.buckets] != []
         train(optimizer, params, range(3))
         results.append(outcome(optimizer, params))
     assert not differences(*results)

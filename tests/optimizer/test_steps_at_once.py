@@ -161,7 +161,7 @@ def test_what_shares_its_memory_stays_on_the_device(before: int, device: str, ma
     train(plain, expected, range(3), missing=False)
     assert not differences(outcome(plain, expected), outcome(tiered, params))
     assert tiered.step_bytes == 512 * len(params), "the one state that is nobody else's"
-    states = [state for bucket in tiered.states.buckets.all for state in bucket.states.values()]
+    states = [state for bucket in tiered.states.pipeline.buckets for state in bucket.states.values()]
     assert all(state["master"].data_ptr() in {param.data_ptr() for param in params} for state in states)
 
 
@@ -290,7 +290,7 @@ def test_steps_are_made_inside_of_present(device: str, make_tiered: MakeTiered) 
         ):
             with pytest.raises(RuntimeError, match=r"inside of present\(\)"):
                 move()
-    assert not tiered.states.buckets.here
+    assert not tiered.states.here
     train(tiered, params, [3])
     assert not differences(outcome(plain, expected), outcome(tiered, params))
 

@@ -91,7 +91,7 @@ def test_one_that_changes_states_without_gradients_is_stopped(
     give_gradients(params, 1, missing=True)
     assert any(param.grad is None for param in params)
     if early:
-        tiered.states.buckets._pipeline.prefetch(tiered.states.buckets.all[0], 1 << 20)
+        tiered.states.pipeline.prefetch(tiered.states.pipeline.buckets[0])
     with pytest.raises(InterruptedStep) as caught:
         tiered.step()
     assert "the state of a parameter without gradient" in str(caught.value.__cause__)

@@ -56,7 +56,7 @@ def test_what_came_early_and_has_no_gradient_makes_room(device: str, make_tiered
                 params[0].grad = None
             if tier and step:
                 states = optimizer.states  # type: ignore[attr-defined]
-                states.buckets._pipeline.prefetch(states.buckets.all[0], states.buckets.window_bytes)
+                states.pipeline.prefetch(states.pipeline.buckets[0])
             optimizer.step()
         results.append(outcome(optimizer, params))
     assert not differences(*results)

@@ -14,10 +14,10 @@ import torch
 
 from ..activations.layer_context import LayerContext
 from ..tiers.host_budget import HostBytes
-from .layer_state import OffloadableLayerState
 from .synchronizers import (
     DefaultOffloadSynchronizer,
     ManualOffloadSynchronizer,
+    OffloadableLayerState,
     OffloadSynchronizer,
     SynchronizationDictSynchronizer,
 )

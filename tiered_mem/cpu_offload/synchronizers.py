@@ -1,4 +1,4 @@
-"""Decide when the layers of a model move: by a default schedule, by a dictionary, or by hand."""
+"""When the layers of a model move: by a default schedule, by a dictionary, or by hand; and one layer by itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 
 import torch
 
+from ..activations.forward_pass import ForwardPass
 from ..activations.layer_context import LayerSequence
 from ..ground.interrupts import uninterrupted
 from ..manager import TieringManager
@@ -146,24 +147,24 @@ class SynchronizationDictSynchronizer(OffloadSynchronizer):
 class ManualOffloadSynchronizer(OffloadSynchronizer):
     """The user moves each layer by its number. A layer that is never named stays on the device.
 
-    A step out of order raises RuntimeError, and so does a layer that this iteration has not begun. Backward needs
-    no step: it fetches what was not reloaded by then.
+    A move out of order raises RuntimeError, and so does a layer that this iteration has not begun. Backward needs
+    no move: it fetches what was not reloaded by then.
     """
 
     @uninterrupted
     def start_offload_layer(self, layer_id: int) -> None:
         """Starts to copy the layer's tensors to the host."""
-        self._moves_of(layer_id).start_offload(self.sequence.forward.keys[layer_id])
+        self._moves_of(layer_id).start_offload()
 
     @uninterrupted
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
         """Gives up their device memory. Later work on the current stream waits for the copies."""
-        self._moves_of(layer_id).release(self.sequence.forward.keys[layer_id])
+        self._moves_of(layer_id).release()
 
     @uninterrupted
     def start_reload_layer(self, layer_id: int) -> None:
         """Starts to copy them back to the device."""
-        self._moves_of(layer_id).start_reload(self.sequence.forward.keys[layer_id])
+        self._moves_of(layer_id).start_reload()
 
     def _moves_of(self, layer: int) -> LayerMoves:
         forward = self.sequence.forward
@@ -172,4 +173,87 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
                 f"layer {layer} has not begun: this iteration has begun {forward.layers} of {self.num_layers}"
             )
         self._moves = {key: moves for key, moves in self._moves.items() if key[0] == forward.graph}
-        return self._moves.setdefault((forward.graph, layer), LayerMoves(self.manager.activations))
+        moves = LayerMoves(self.manager.activations, forward.keys[layer])
+        return self._moves.setdefault((forward.graph, layer), moves)
+
+
+class OffloadableLayerState:
+    """Offloads and reloads the pushed tensors of one layer, one move after the other, as often as the user likes:
+
+        push_tensor, start_offload, release_activation_forward_gpu_memory, start_reload, pop_tensor,
+        release_all_memory
+
+    A move out of order is a RuntimeError.
+
+    offload_stream: for the copies in both directions; its device is the tensors'.
+    retain_pinned_cpu_buffers: host memory is kept in a pool and used again in any case.
+    host_bytes: as for TieringManager.
+    manager: shared by several states, with a ManualPolicy, in place of one of its own; it has its own stream.
+    """
+
+    def __init__(
+        self,
+        offload_stream: torch.Stream | None = None,
+        retain_pinned_cpu_buffers: bool = False,
+        *,
+        host_bytes: HostBytes = None,
+        manager: TieringManager | None = None,
+    ) -> None:
+        self.manager = manager or TieringManager(
+            policy=ManualPolicy(),
+            device=device_of(offload_stream),
+            host_bytes=host_bytes,
+            transfer_stream=offload_stream,
+        )
+        self._movable = self.manager.contexts.movable(min_elements=MIN_ELEMENTS)
+        self._tensors = PushedTensors()
+        self._moves = LayerMoves(self.manager.activations)
+        self._forward: ForwardPass | None = None
+
+    @property
+    def state(self) -> str:
+        """not_offloaded, offload_started, offload_finished or reload_started."""
+        return self._moves.state
+
+    @uninterrupted
+    def push_tensor(self, tensor: torch.Tensor) -> Pushed:
+        """Takes over a tensor, which stays usable."""
+        self._moves.require("push_tensor", "not_offloaded")
+        if self._forward is None:
+            self._forward = ForwardPass(self.manager.activations, self._movable, 1)
+            self._forward.begin_layer()
+            self._moves.keys = self._forward.keys[0]
+        return self._tensors.push(self._forward, tensor)
+
+    @uninterrupted
+    def start_offload(self) -> None:
+        """Starts to copy the pushed tensors to the host."""
+        self._moves.start_offload()
+
+    @uninterrupted
+    def release_activation_forward_gpu_memory(self) -> None:
+        """Gives up the device memory. Later work on the current stream waits for the copies."""
+        self._moves.release()
+
+    @uninterrupted
+    def start_reload(self) -> None:
+        """Starts to copy the tensors back to the device."""
+        self._moves.start_reload()
+
+    def pop_tensor(self, pushed: Pushed) -> torch.Tensor:
+        """The tensor, ready for later work on the current stream. It can be popped again."""
+        self._moves.require("pop_tensor", "not_offloaded", "reload_started")
+        return self._tensors.pop(pushed)
+
+    @uninterrupted
+    def release_all_memory(self) -> None:
+        """Drops all pushed tensors, in any state."""
+        self._tensors.drop_all()
+        if self._forward is not None:
+            self._forward.end()
+        self._forward = None
+        self._moves = LayerMoves(self.manager.activations)
+
+    def get_offloaded_total_size_mb(self) -> float:
+        """The size in MiB of the tensors that were offloaded and not dropped since; they may be back."""
+        return self.manager.activations.offloaded_bytes(self._moves.keys) / (1 << 20)

@@ -1,4 +1,4 @@
-"""Single tensors of a layer: pushed and popped by number, moved step by step, and marked by the user.
+"""Single tensors of a layer: pushed and popped by number, moved by hand, and marked by the user.
 
 A mark lies on the tensor's memory and holds for every view of it.
 """
@@ -70,31 +70,32 @@ class PushedTensors:
 
 
 class LayerMoves:
-    """The steps of a layer's memory, which come one after the other."""
+    """The moves of a layer's memory, which come one after the other. keys: the blocks that it has saved so far."""
 
-    def __init__(self, activations: Activations) -> None:
+    def __init__(self, activations: Activations, keys: Iterable[int] = ()) -> None:
         self._activations = activations
+        self.keys = keys
         self.state = "not_offloaded"
 
-    def start_offload(self, keys: Iterable[int]) -> None:
+    def start_offload(self) -> None:
         self.require("start_offload", "not_offloaded")
-        self._activations.act(Offload(key) for key in keys)
+        self._activations.act(Offload(key) for key in self.keys)
         self.state = "offload_started"
 
-    def release(self, keys: Iterable[int]) -> None:
+    def release(self) -> None:
         self.require("release_activation_forward_gpu_memory", "offload_started")
-        self._activations.act(Release(key) for key in keys)
+        self._activations.act(Release(key) for key in self.keys)
         self.state = "offload_finished"
 
-    def start_reload(self, keys: Iterable[int]) -> None:
+    def start_reload(self) -> None:
         self.require("start_reload", "offload_finished")
-        self._activations.act(Reload(key) for key in keys)
+        self._activations.act(Reload(key) for key in self.keys)
         self.state = "reload_started"
 
-    def require(self, step: str, *states: str) -> None:
+    def require(self, move: str, *states: str) -> None:
         """Raises RuntimeError unless the state is one of `states`."""
         if self.state not in states:
-            raise RuntimeError(f"Invalid state: {self.state} for {step}, must be one of {list(states)}")
+            raise RuntimeError(f"Invalid state: {self.state} for {move}, must be one of {list(states)}")
 
 
 def mark_not_offload(*tensors: Any) -> None:

@@ -25,8 +25,8 @@ class TieringPlugin(BasePlugin):
         return f"{__name__}.{TieringArguments.__name__}"
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: object) -> list[TieringCallback]:
-        if cfg.activation_offloading:
-            refuse_others([f"activation_offloading: {cfg.activation_offloading}"], "TieringPlugin")
+        offloading = cfg.activation_offloading
+        refuse_others({f"activation_offloading: {offloading}": offloading}, "TieringPlugin")
         return [TieringCallback(**cfg.tiered_mem or {})]
 
 

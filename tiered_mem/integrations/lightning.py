@@ -9,59 +9,33 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 
 from ..activations.offload_context import OffloadContext
-from ..optimizer.registered import Residency
-from ..optimizer.tiered_optimizer import TieredOptimizer
 from .others import refuse_others
-from .tiering import Layers, Tiering
+from .tiering import Tiering
 
 
-class TieringCallback(Callback):
-    """Tiers a fit: `Trainer(..., callbacks=[TieringCallback(optimizer="host")])`.
+class LightningCallback(Tiering, Callback):
+    """Tiers a fit: `Trainer(..., callbacks=[TieringCallback(optimizer="host")])`. `Tiering` has the arguments.
 
     What each training step saves before its first backward moves. When the fit ends, by an error too, the
     optimizers are as they were.
-
-    optimizer: where the optimizers' states rest between steps, as in `register_optimizer`; None leaves them alone.
-    layers: the modules whose activations move, or what holds them in the module: a name such as "model.layers".
-        None is its repeated blocks; a module without any is told of, and its activations stay.
-    min_bytes: as for TieringManager.offload_context().
-    arguments: those of TieringManager; the device is the module's by default.
-
-    Raises TypeError for an argument that TieringManager does not take. A fit raises ValueError when it begins with
-    another offloader on, or a name that the module does not know.
     """
 
-    def __init__(
-        self,
-        *,
-        optimizer: Residency | None = None,
-        layers: Layers = None,
-        min_bytes: int | str | None = None,
-        **arguments: Any,
-    ) -> None:
-        self._tiering = Tiering(layers, min_bytes, arguments)
-        self._residency = optimizer
-        self._context: OffloadContext | None = None
-        self._entered = False
+    _context: OffloadContext | None = None
+    _entered = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         offload = getattr(strategy, "cpu_offload", None)  # of the FSDP strategies
-        if getattr(offload, "offload_params", offload):
-            refuse_others([f"{type(strategy).__name__}(cpu_offload=...)"], "TieringCallback")
-        manager = self._tiering.manager(pl_module.device)
+        offloads = getattr(offload, "offload_params", offload)
+        refuse_others({f"{type(strategy).__name__}(cpu_offload=...)": offloads}, "TieringCallback")
+        manager = self.manager(pl_module.device)
 
         def context(layers: list[torch.nn.Module] | None, min_bytes: int | str | None) -> OffloadContext:
             return manager.offload_context(pl_module if layers is None else layers, min_bytes=min_bytes)
 
-        self._context = self._tiering.follow(pl_module, context)
+        self._context = self._follow(pl_module, context)
         if self._residency is not None:
-            strategy.optimizers = [
-                each
-                if isinstance(each, TieredOptimizer)
-                else manager.register_optimizer(each, residency=self._residency)
-                for each in strategy.optimizers
-            ]
+            strategy.optimizers = [self._tiered(each, manager) for each in strategy.optimizers]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         if self._context is not None:
@@ -87,15 +61,15 @@ class TieringCallback(Callback):
             self._context.__exit__(None, None, None)
 
     def _end(self, trainer: Trainer) -> None:
-        manager = self._tiering.current
         self._context = None
-        if manager is None:
+        if self._manager is None:
             return
-        trainer.strategy.optimizers = [
-            each.give_back() if isinstance(each, TieredOptimizer) and each.manager is manager else each
-            for each in trainer.strategy.optimizers
-        ]
-        self._tiering.close()
+        trainer.strategy.optimizers = [self._given_back(each) for each in trainer.strategy.optimizers]
+        self._close()
+
+
+# By the name that users know it by, and transformers' callback too.
+TieringCallback = LightningCallback
 
 
 class NPUAccelerator(Accelerator):

@@ -35,8 +35,8 @@ class TieredMemoryFeature(MindSpeedFeature):
 
     def validate_args(self, args: Namespace) -> None:
         if args.tiered_memory:
-            on = ["--" + each.replace("_", "-") for each in _OTHERS if getattr(args, each, False)]
-            refuse_others(on, "--tiered-memory")
+            others = {"--" + each.replace("_", "-"): getattr(args, each, False) for each in _OTHERS}
+            refuse_others(others, "--tiered-memory")
             arguments_of(os.environ)
 
     def register_patches(self, patch_manager: Any, args: Namespace) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 
-def refuse_others(settings: Sequence[str], ours: str) -> None:
-    """Raises ValueError where others would move the same tensors, by the settings that are on."""
-    if settings:
-        raise ValueError(
-            f"{' and '.join(settings)} and {ours} would both move the same tensors: leave out one of the two"
-        )
+def refuse_others(settings: Mapping[str, object], ours: str) -> None:
+    """Raises ValueError where others would move the same tensors. settings: by these, where they are on."""
+    on = [setting for setting, is_on in settings.items() if is_on]
+    if on:
+        others = " and ".join(on)
+        raise ValueError(f"{others} and {ours} would both move the same tensors: leave out one of the two")

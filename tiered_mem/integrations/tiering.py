@@ -1,4 +1,4 @@
-"""What the frameworks' callbacks have in common: a manager for each training, and the layers of its model."""
+"""What the frameworks' callbacks have in common: their arguments, and a manager for each training."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.nn import Module, ModuleList, Sequential
 
 from ..activations.model_layers import LayersUnknown
 from ..manager import TieringManager
+from ..optimizer.registered import Residency
+from ..optimizer.tiered_optimizer import TieredOptimizer
 
 T = TypeVar("T")
 Layers = Iterable[Module] | str | None
@@ -22,31 +24,44 @@ _log = logging.getLogger("tiered_mem.integrations")
 
 
 class Tiering:
-    """A callback's arguments, and the manager of the training that runs.
+    """The part of a callback that knows no framework.
 
-    layers: see `Layers`. min_bytes: as for TieringManager.offload_context(). arguments: those of TieringManager.
+    optimizer: where the optimizers' states rest between steps, as in `register_optimizer`; None leaves them alone.
+    layers: the modules whose activations move, or what holds them in the model: a name such as "model.layers". None
+        is the model's repeated blocks; a model without any is told of, and its activations stay.
+    min_bytes: as for TieringManager.offload_context().
+    arguments: those of TieringManager; the device is the framework's by default.
 
-    Raises TypeError for an argument that TieringManager does not take.
+    Raises TypeError for an argument that TieringManager does not take. A training raises ValueError when it begins
+    with another offloader on, or a name that the model does not know.
     """
 
-    def __init__(self, layers: Layers, min_bytes: int | str | None, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        *,
+        optimizer: Residency | None = None,
+        layers: Layers = None,
+        min_bytes: int | str | None = None,
+        **arguments: Any,
+    ) -> None:
         inspect.signature(TieringManager).bind_partial(**arguments)
+        self._residency = optimizer
         self._layers = layers
         self._min_bytes = min_bytes
         self._arguments = arguments
-        self.current: TieringManager | None = None
+        self._manager: TieringManager | None = None
 
     def manager(self, device: torch.device) -> TieringManager:
         """The manager of the training that runs, or comes next. device: where none was named."""
-        if self.current is None:
+        if self._manager is None:
             arguments = {"device": device, **self._arguments}
             if "policy" in arguments:
                 # It serves one manager, and each training has its own.
                 arguments["policy"] = copy.deepcopy(arguments["policy"])
-            self.current = TieringManager(**arguments)
-        return self.current
+            self._manager = TieringManager(**arguments)
+        return self._manager
 
-    def follow(self, model: Module, make: Callable[..., T]) -> T | None:
+    def _follow(self, model: Module, make: Callable[..., T]) -> T | None:
         """What `make` returns for the layers of a model. None, and a warning, where the model shows no layers.
 
         make: takes `layers`, which is None for those that it finds by itself, and `min_bytes`.
@@ -61,9 +76,21 @@ class Tiering:
             )
             return None
 
-    def close(self) -> None:
+    def _tiered(self, optimizer: torch.optim.Optimizer, manager: TieringManager) -> torch.optim.Optimizer:
+        """One with its states in the pool, unless it is tiered already, or is to be left alone."""
+        if self._residency is None or isinstance(optimizer, TieredOptimizer):
+            return optimizer
+        return manager.register_optimizer(optimizer, residency=self._residency)
+
+    def _given_back(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The plain one, where it is the training's manager that has its states."""
+        if isinstance(optimizer, TieredOptimizer) and optimizer.manager is self._manager:
+            return optimizer.give_back()
+        return optimizer
+
+    def _close(self) -> None:
         """The training is over, and its manager is closed."""
-        manager, self.current = self.current, None
+        manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
 

@@ -15,21 +15,25 @@ from ..optimizer.registered import Residency
 from .others import refuse_others
 
 
+@dataclass(kw_only=True, slots=True)
+class OptimizersConfig(OptimizersContainer.Config):
+    """residency: "host" or "disk". attach: activations move too, for a model without activation checkpointing."""
+
+    residency: Residency = "host"
+    attach: bool = False
+    min_bytes: int | str | None = None
+
+
 class TieredOptimizers(OptimizersContainer):
     """torchtitan's optimizers, with their states in the default manager's pool.
 
     Raises ValueError where torchtitan keeps the parameters on the host, or makes the states itself.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        residency: Residency = "host"
-        attach: bool = False
-        min_bytes: int | str | None = None
-
+    Config = OptimizersConfig
     optimizers: list[Any]
 
-    def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
+    def __init__(self, config: OptimizersConfig, *, model_parts: list[torch.nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
             raise ValueError(
                 "implementation='fused_opt_states_bf16' makes states that the tiered optimizer does not see: "
@@ -37,8 +41,8 @@ class TieredOptimizers(OptimizersContainer):
             )
         manager = default_manager()
         devices = {each.device.type for part in model_parts for each in part.parameters()}
-        if manager.device.kind != "cpu" and "cpu" in devices:
-            refuse_others(["--training.enable_cpu_offload"], "tiered_mem.integrations.torchtitan.optimizer")
+        on_host = manager.device.kind != "cpu" and "cpu" in devices
+        refuse_others({"--training.enable_cpu_offload": on_host}, "tiered_mem.integrations.torchtitan.optimizer")
         super().__init__(config, model_parts=model_parts)
         self.optimizers = [manager.register_optimizer(each, residency=config.residency) for each in self.optimizers]
         if config.attach:
@@ -46,15 +50,19 @@ class TieredOptimizers(OptimizersContainer):
                 manager.attach(part, min_bytes=config.min_bytes)
 
 
+@dataclass(kw_only=True, slots=True)
+class AttachingConfig(ActivationCheckpointing.Config):
+    """checkpointing: as was configured. min_bytes: as for TieringManager.offload_context()."""
+
+    checkpointing: ActivationCheckpointing.Config
+    min_bytes: int | str | None = None
+
+
 class Attaching(ActivationCheckpointing):
     """Checkpoints as was configured, and attaches the model to the default manager."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ActivationCheckpointing.Config):
-        checkpointing: ActivationCheckpointing.Config
-        min_bytes: int | str | None = None
-
-    config: Config
+    Config = AttachingConfig
+    config: AttachingConfig
 
     def apply(self, model: torch.nn.Module) -> None:
         checkpointing: Any = self.config.checkpointing.build(dump_folder=self.dump_folder)
@@ -63,14 +71,14 @@ class Attaching(ActivationCheckpointing):
 
 
 @override(target=OptimizersContainer.Config, description="optimizer states rest on the host or on disk")
-def optimizer(config: OptimizersContainer.Config, **arguments: Any) -> TieredOptimizers.Config:
-    """residency: "host" or "disk". attach: activations move too, for a model without activation checkpointing."""
-    replacing: TieredOptimizers.Config = derive(config, TieredOptimizers.Config, **arguments)
+def optimizer(config: OptimizersContainer.Config, **arguments: Any) -> OptimizersConfig:
+    """With the arguments of OptimizersConfig."""
+    replacing: OptimizersConfig = derive(config, OptimizersConfig, **arguments)
     return replacing
 
 
 @override(target=ActivationCheckpointing.Config, description="what checkpointing leaves saved is offloaded")
-def activations(config: ActivationCheckpointing.Config, **arguments: Any) -> Attaching.Config:
+def activations(config: ActivationCheckpointing.Config, **arguments: Any) -> AttachingConfig:
     """min_bytes: as for TieringManager.offload_context()."""
-    replacing: Attaching.Config = derive(config, Attaching.Config, checkpointing=config, **arguments)
+    replacing: AttachingConfig = derive(config, AttachingConfig, checkpointing=config, **arguments)
     return replacing

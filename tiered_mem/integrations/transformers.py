@@ -10,46 +10,25 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..activations.attachment import Attachment
-from ..manager import TieringManager
 from ..optim import tiered
 from ..optimizer.registered import Residency
-from ..optimizer.tiered_optimizer import TieredOptimizer
 from .others import refuse_others
-from .tiering import Layers, Tiering
+from .tiering import Tiering
 
 _log = logging.getLogger("tiered_mem.integrations")
 _GIB = 1 << 30
 
 
-class TieringCallback(TrainerCallback):
-    """Tiers a training: `Trainer(..., callbacks=[TieringCallback(optimizer="host")])`.
+class TieringCallback(Tiering, TrainerCallback):
+    """Tiers a training: `Trainer(..., callbacks=[TieringCallback(optimizer="host")])`. `Tiering` has the arguments.
 
     The activations of the model's repeated blocks move from the first step on. When training ends, or begins anew
     after an error, the model and the optimizer are as they were. What is logged has three numbers more.
-
-    optimizer: where the optimizer's states rest between steps, as in `register_optimizer`; None leaves them alone.
-    layers: the modules whose activations move, or what holds them in the model: a name such as "model.layers". None
-        is the model's repeated blocks; a model without any is told of, and its activations stay.
-    min_bytes: as for TieringManager.offload_context().
-    arguments: those of TieringManager; the device is the trainer's by default.
-
-    Raises TypeError for an argument that TieringManager does not take. Training raises ValueError when it begins
-    with another offloader on, or a name that the model does not know.
     """
 
-    def __init__(
-        self,
-        *,
-        optimizer: Residency | None = None,
-        layers: Layers = None,
-        min_bytes: int | str | None = None,
-        **arguments: Any,
-    ) -> None:
-        self._tiering = Tiering(layers, min_bytes, arguments)
-        self._residency = optimizer
-        self._attachment: Attachment | None = None
-        self._prepared: Any = None
-        self._running = False
+    _attachment: Attachment | None = None
+    _prepared: Any = None
+    _running = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -62,16 +41,14 @@ class TieringCallback(TrainerCallback):
         model, prepared = kwargs["model"], kwargs["optimizer"]
         manager = self.manager(args.device)
         self._running = True
-        self._attachment = self._tiering.follow(model, partial(manager.attach, model))
+        self._attachment = self._follow(model, partial(manager.attach, model))
         if self._residency is None:
             return
         if args.deepspeed is not None:
             _log.warning("the optimizer is DeepSpeed's: its states stay where that keeps them")
             return
-        if not isinstance(prepared.optimizer, TieredOptimizer):
-            _replace(prepared, manager.register_optimizer(prepared.optimizer, residency=self._residency))
-        if prepared.optimizer.manager is manager:
-            self._prepared = prepared
+        _replace(prepared, self._tiered(prepared.optimizer, manager))
+        self._prepared = prepared
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -86,9 +63,9 @@ class TieringCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self._tiering.current is None or logs is None:
+        if self._manager is None or logs is None:
             return
-        stats = self._tiering.current.stats()
+        stats = self._manager.stats()
         figures = {
             "tiered/offloaded_gib": int(stats["offloaded.bytes.total"]) / _GIB,
             "tiered/host_peak_gib": int(stats["host.used.peak"]) / _GIB,
@@ -97,10 +74,6 @@ class TieringCallback(TrainerCallback):
         logs.update(figures)
         state.log_history[-1].update(figures)
 
-    def manager(self, device: torch.device) -> TieringManager:
-        """The manager of the training that runs, or comes next; device: where none was named."""
-        return self._tiering.manager(device)
-
     def _end(self) -> None:
         attachment, self._attachment = self._attachment, None
         prepared, self._prepared = self._prepared, None
@@ -108,8 +81,8 @@ class TieringCallback(TrainerCallback):
         if attachment is not None:
             attachment.remove()
         if prepared is not None:
-            _replace(prepared, prepared.optimizer.give_back())
-        self._tiering.close()
+            _replace(prepared, self._given_back(prepared.optimizer))
+        self._close()
 
 
 def enable(trainer: Trainer, *, optimizer: Residency | None = None, **arguments: Any) -> TieringCallback:
@@ -136,27 +109,27 @@ def enable(trainer: Trainer, *, optimizer: Residency | None = None, **arguments:
 
 def _replace(prepared: Any, optimizer: torch.optim.Optimizer) -> None:
     # accelerate's wrapper keeps methods of the optimizer that it was made with: it is made anew, in place.
-    prepared.__init__(optimizer, device_placement=False, scaler=prepared.scaler)
+    if optimizer is not prepared.optimizer:
+        prepared.__init__(optimizer, device_placement=False, scaler=prepared.scaler)
 
 
-def _other_offloaders(args: TrainingArguments) -> list[str]:
+def _other_offloaders(args: TrainingArguments) -> dict[str, object]:
     """The settings by which transformers, TRL or accelerate offload by themselves."""
     checkpointing = _read(args.activation_checkpointing_kwargs)
     fsdp = _read(args.fsdp_config) if args.fsdp else {}
-    settings = {
+    return {
         "activation_offloading=True": getattr(args, "activation_offloading", False),  # TRL's
         'activation_checkpointing_kwargs={"offload": True}': checkpointing.get("offload"),
         'fsdp_config={"cpu_offload": True}': fsdp.get("cpu_offload") or fsdp.get("offload_params"),
         'fsdp_config={"activation_cpu_offload": True}': fsdp.get("activation_cpu_offload"),
     }
-    return [setting for setting, on in settings.items() if on]
 
 
-def _zero_offload(args: TrainingArguments) -> list[str]:
+def _zero_offload(args: TrainingArguments) -> dict[str, object]:
     """The setting by which DeepSpeed keeps the optimizer's states elsewhere."""
     plugin = getattr(args, "deepspeed_plugin", None)
     where = None if plugin is None else plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer.device")
-    return [] if where in (None, "none") else [f"DeepSpeed's zero_optimization.offload_optimizer.device={where!r}"]
+    return {f"DeepSpeed's zero_optimization.offload_optimizer.device={where!r}": where not in (None, "none")}
 
 
 def _read(setting: str | dict[str, Any] | None) -> dict[str, Any]:

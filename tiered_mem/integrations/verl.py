@@ -16,7 +16,7 @@ _log = logging.getLogger("tiered_mem.integrations")
 VENDOR = "tiered_mem"
 
 
-class Tiering:
+class AttachedEngine:
     """What the engines do beside verl's: the model is attached to the default manager when it is made.
 
     min_bytes: as for TieringManager.offload_context().
@@ -46,14 +46,13 @@ class Tiering:
         moves = optimizer and not isinstance(self.optimizer, TieredOptimizer)
         super().to(device, model=model, optimizer=moves, grad=grad)  # type: ignore[misc]
 
-    def _other_offloaders(self) -> list[str]:
+    def _other_offloaders(self) -> dict[str, object]:
         tiered = getattr(self.optimizer_config, "optimizer_impl", "") == "tiered_mem.optim"
-        settings = {
+        return {
             "model.enable_activation_offload=True": self.model_config.enable_activation_offload,
             "fsdp_config.offload_policy=True": self.engine_config.offload_policy,
             "fsdp_config.optimizer_offload=True": tiered and self.engine_config.optimizer_offload,
         }
-        return [setting for setting, on in settings.items() if on]
 
 
 def register() -> None:
@@ -65,7 +64,7 @@ def register() -> None:
         "language_model": FSDPEngineWithLMHead,
         "value_model": FSDPEngineWithValueHead,
     }.items():
-        ours = type(f"Tiered{theirs.__name__}", (Tiering, theirs), {"__module__": __name__})
+        ours = type(f"Tiered{theirs.__name__}", (AttachedEngine, theirs), {"__module__": __name__})
         EngineRegistry.register(model_type, ["fsdp", "fsdp2"], device=["cuda", "npu"], vendor=VENDOR)(ours)
 
 

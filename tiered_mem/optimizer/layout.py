@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 
 from ..device.device import Device
-from ..ground.wrappers import Rebuild, copied, take_apart
+from ..ground.wrappers import Rebuild, copied, plain_tensors, take_apart
 
 Param = torch.Tensor
 State = dict[Any, Any]
@@ -160,6 +160,45 @@ class Splitter:
         return Pieces(parts, apart.rebuild, (type(value), value.shape, spread_of(value)))
 
 
+class OwnTensors(Splitter):
+    """Moves only tensors whose memory nothing else refers to that the optimizer has.
+
+    An optimizer may have a state that is a view of a larger tensor which it keeps elsewhere, or that is the
+    parameter itself. It would go on with the other one, and not with what was moved and brought back.
+    """
+
+    changes = True
+
+    def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(device)
+        self._optimizer = optimizer
+        self._shared: Set[int] = frozenset()
+
+    def look(self) -> None:
+        """Finds out what is shared now."""
+        grads = [param.grad for param in params_of(self._optimizer)]
+        users = Counter(
+            _storage(part)
+            for value in contents([vars(self._optimizer), grads])
+            if isinstance(value, torch.Tensor)
+            for part in plain_tensors(value)
+            if part.layout is torch.strided and part.nbytes
+        )
+        self._shared = {storage for storage, count in users.items() if count > 1}
+
+    def __call__(self, value: object) -> Pieces | None:
+        pieces = super().__call__(value)
+        return pieces if pieces is not None and all(map(self._alone, pieces.tensors)) else None
+
+    def _alone(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().nbytes() == tensor.nbytes and _storage(tensor) not in self._shared
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Param]:
+    """All parameters, in the order of their groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def _moves(tensor: torch.Tensor, device: Device) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -181,6 +220,10 @@ def _without_gaps(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _padded(nbytes: int) -> int:

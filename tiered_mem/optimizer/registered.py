@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
@@ -18,12 +19,11 @@ from ..sizes import format_bytes
 from ..spill.lower_tier import LowerTier
 from ..tiers.host_tier import HostTier
 from ..tiers.shelf import Exclusive
-from .buckets import Buckets
-from .misuse import StepCheck, check_optimizer
-from .residences import Residences
-from .sharing import Sharing
+from .bucket import Residences
+from .pipeline import Pipeline
+from .separable import StepChoice
 from .states import States
-from .tiered_optimizer import TieredOptimizer
+from .tiered_optimizer import TieredOptimizer, check_optimizer
 
 _log = logging.getLogger("tiered_mem.optimizer")
 
@@ -32,6 +32,8 @@ _HOST_SHARE = 0.5
 _BUCKET_BYTES = 256 << 20
 
 Residency = Literal["host", "disk", "auto", "device-until-offload"]
+# Whether there were states before the step, the bytes of its window, and the number of buckets that stay.
+_Way = tuple[bool, int, int]
 
 
 class RegisteredOptimizers:
@@ -59,8 +61,7 @@ class RegisteredOptimizers:
         self._disk = disk
         self._exclusive = exclusive
         self._all: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
-        self._share = share
-        self._sharing = None if share is None else Sharing(share, peak)
+        self._sharing = None if share is None else _Sharing(share, peak)
         # An optimizer may die anywhere. Whoever calls next gives its memory back.
         self._forgotten: deque[States] = deque()
 
@@ -79,7 +80,7 @@ class RegisteredOptimizers:
             raise ValueError("the optimizer is registered already: use what register_optimizer returned then")
         check_optimizer(optimizer, self._device)
         if bucket_bytes is None:
-            passing = None if self._share is None else self._share.passing
+            passing = None if self._sharing is None else self._sharing.share.passing
             bucket_bytes = _BUCKET_BYTES if passing is None else min(_BUCKET_BYTES, passing // 2)
         if residency not in get_args(Residency):
             names = ", ".join(map(repr, get_args(Residency)))
@@ -89,19 +90,13 @@ class RegisteredOptimizers:
         disk = self._disk if residency in ("disk", "auto") else None
         host_share = _HOST_SHARE if residency == "auto" else 0.0
         residences = Residences(self._host, disk, self._exclusive, bucket_bytes, host_share)
+        choice = StepChoice(optimizer, self._device, separable)
+        name = type(optimizer).__name__
+        pipeline = Pipeline(self._device, self._engine, self._exclusive, residences, choice, name)
         stay = residency == "device-until-offload"
-        buckets = Buckets(
-            optimizer,
-            self._device,
-            self._engine,
-            self._exclusive,
-            residences,
-            stay=stay,
-            separable=separable,
-        )
         around = contextlib.nullcontext if self._sharing is None else self._sharing.measured
-        states = States(optimizer, buckets, around)
-        tiered = TieredOptimizer(optimizer, states, owner, StepCheck(optimizer, self._device))
+        states = States(optimizer, choice, pipeline, stay=stay, around=around)
+        tiered = TieredOptimizer(optimizer, states, owner)
         try:
             states.adopt()
         except BaseException:
@@ -111,7 +106,7 @@ class RegisteredOptimizers:
         self._all.add(tiered)
         self._tell_share()
         if self._sharing is not None and residency == "auto" and not states.at_once:
-            self._sharing.add(states)
+            self._sharing.states.add(states)
         weakref.finalize(tiered, self._forgotten.append, states).atexit = False
         _tell(tiered, residency)
         return tiered
@@ -122,14 +117,14 @@ class RegisteredOptimizers:
             states = self._forgotten.popleft()
             states.close()
             if self._sharing is not None:
-                self._sharing.leave_out(states)
+                self._sharing.states.discard(states)
             self._tell_share()
 
     def _tell_share(self) -> None:
         """What is registered decides what is advised."""
-        if self._share is not None:
-            self._share.registered = bool(self._all)
-            self._share.at_once = any(optimizer.at_once for optimizer in list(self._all))
+        if self._sharing is not None:
+            share, there = self._sharing.share, list(self._all)
+            share.registered, share.at_once = bool(there), any(optimizer.at_once for optimizer in there)
 
     def poll(self) -> None:
         """Goes on with files that can be written by now, and with what is to stay on the device or not any more.
@@ -160,13 +155,84 @@ class RegisteredOptimizers:
         self.free()  # after the others, of which one may have died meanwhile
 
 
+class _Sharing:
+    """Has as much of the states stay on the device as is planned, and measures what steps take beside that.
+
+    Keeps no states alive, for these know it.
+
+    share: what is planned. peak: measures steps. states: those that may have a part.
+    """
+
+    def __init__(self, share: StatesShare, peak: DevicePeak) -> None:
+        self.share = share
+        self._peak = peak
+        self.states: weakref.WeakSet[States] = weakref.WeakSet()
+        self._kept_for: tuple[int | None, int, int] | None = None
+        # Of each optimizer how its last measured step was made, and what it took beside all that is kept.
+        self._steps: weakref.WeakKeyDictionary[States, tuple[_Way, int]] = weakref.WeakKeyDictionary()
+
+    def count(self) -> None:
+        """Says how much of what is to stay is there."""
+        if self.share.total and self.share.target != self.share.kept:
+            self.share.kept = self._kept
+
+    @contextlib.contextmanager
+    def measured(self, states: States) -> Iterator[None]:
+        """Measures what a step takes of the device, where it is made otherwise than the one before, or sees it.
+
+        In the first step there are no states that come through the window, but it is allotted to them already. What
+        it takes indeed shows in the second, and may leave room for more to stay.
+        """
+        pipeline = states.pipeline
+        begun = any(bucket.states for bucket in pipeline.buckets)
+        way = begun, pipeline.window_bytes, sum(bucket.stays for bucket in pipeline.buckets)
+        before, _ = self._steps.get(states, (None, 0))
+        if before == way:
+            yield
+            self._peak.look()
+            return
+        with self._peak.measured() as most:
+            yield
+        self._steps[states] = way, most() - self._kept + (0 if begun else pipeline.window_bytes)
+        self.share.step_peak = max(peak for _, peak in self._steps.values())
+        if begun and before is not None and not before[0]:
+            self.share.target = None
+
+    def keep(self) -> None:
+        """Has as much stay as is planned, after each change of the plan or the states."""
+        share, sharing = self.share, list(self.states)
+        now = share.target, sum(states.version for states in sharing), len(sharing)
+        if now == self._kept_for:
+            return
+        total = sum(states.pipeline.nbytes for states in sharing)
+        if total > share.total:
+            share.target = None
+        share.total = total
+        share.rounding = sum(_rounding(bucket.nbytes) for states in sharing for bucket in states.pipeline.buckets)
+        left, done = share.planned, True
+        for states in sharing:
+            done &= states.keep(left)
+            left -= sum(bucket.nbytes for bucket in states.pipeline.buckets if bucket.stays)
+        share.kept = self._kept
+        self._kept_for = now if done else None
+
+    @property
+    def _kept(self) -> int:
+        return sum(states.pipeline.kept for states in list(self.states))
+
+
+def _rounding(nbytes: int) -> int:
+    """The most that torch's pool gives beyond what it is asked for: of small pieces, and of large ones."""
+    return 1 << 20 if nbytes > 1 << 20 else 1 << 9
+
+
 def _tell(optimizer: TieredOptimizer, residency: Residency) -> None:
     name = type(optimizer.wrapped).__name__
     if optimizer.at_once:
         _log.info(
             "%s is stepped at once: all of its states, %s as far as is known, are on the device during a step. "
             "With separable=True it is stepped bucket by bucket, if it steps each parameter by itself",
-            *(name, format_bytes(optimizer.states.buckets.nbytes)),
+            *(name, format_bytes(optimizer.states.pipeline.nbytes)),
         )
     if residency == "disk":
         _log.info(

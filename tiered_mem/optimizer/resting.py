@@ -1,38 +1,49 @@
-"""What the original optimizer has for a `state` while its states are with the manager."""
+"""What an optimizer has for a `state` while its states are with the manager."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import Closed
-from .layout import State
+from .bucket import Bucket
+from .layout import State, params_of
 
 
 class Answering(Protocol):
     """Whoever has the states. See `States`."""
 
+    @property
+    def version(self) -> int: ...
     def check(self) -> None: ...
     def keys(self) -> list[Any]: ...
     def copy_of(self, key: Any) -> Any: ...
+    def copies_with(self, key: Any) -> dict[Any, State]: ...
     def lent_out(self) -> dict[Any, Any] | None: ...
 
 
 class StatePlace:
     """The `state` of an optimizer: a dictionary of its own, or what answers for it.
 
-    states: has the states. taken: they were taken over, of which the optimizer knows nothing before.
+    states: has the states. taken: they were taken over, of which the optimizer knows nothing before. filled: the
+    states are in the optimizer's own dictionary. version: another one whenever they may have changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, states: Answering) -> None:
         self._optimizer: Any = optimizer
         self._own: dict[Any, Any] = optimizer.state
+        self._order: list[Any] = list(optimizer.state)
         self._resting = RestingState(states)
         self.taken = False
+        self.filled = False
+        self.version = 0
 
     @property
     def own(self) -> dict[Any, Any]:
@@ -45,17 +56,83 @@ class StatePlace:
         """Whether the optimizer has its own, or one that somebody has loaded."""
         return self._optimizer.state is not self._resting
 
-    def give_back(self) -> None:
-        """The optimizer has its own."""
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, the optimizer has its own dictionary for a `state`; and afterwards, if the states are in it."""
         self._optimizer.state = self.own
+        self.version += 1
+        try:
+            yield
+        finally:
+            if self.taken and not self.filled:
+                self._own, self._optimizer.state = self.own, self._resting
 
-    def take(self) -> None:
-        """The states are away, if they were taken over."""
-        if self.taken:
-            self._own, self._optimizer.state = self.own, self._resting
+    def fill(self, buckets: Iterable[Bucket]) -> None:
+        """Inside of `used`: the states of these buckets are in the dictionary."""
+        state = self._optimizer.state
+        everything = dict(state)
+        for bucket in buckets:
+            everything |= bucket.states
+        state.clear()
+        state.update((key, everything[key]) for key in self.in_order(everything))
+        self.filled = True
+
+    def leave(self) -> None:
+        """Inside of `used`: from now on states are taken out of the dictionary."""
+        self._order = list(self._optimizer.state)
+        self.filled = False
+
+    def empty_into(self, bucket: Bucket) -> None:
+        """Inside of `used`: a bucket takes the states of its parameters."""
+        state = self._optimizer.state
+        # What is no dictionary is the optimizer's own business.
+        bucket.states = {param: state.pop(param) for param in bucket.params if isinstance(state.get(param), dict)}
+
+    def in_order(self, keys: Iterable[Any]) -> list[Any]:
+        """As the optimizer has them by itself: somebody may walk over them, and draw a random number for each."""
+        left = dict.fromkeys(keys)
+        known = (key for key in chain(self._order, params_of(self._optimizer)) if key in left)
+        return list(dict.fromkeys(chain(known, left)))
 
 
-class RestingState(MutableMapping[Any, State]):
+class _ByParameter(Mapping[Any, State], ABC):
+    """States by parameter, of which some may not exist: whoever asks for these is not answered by a KeyError."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 - this is it
+
+    def __contains__(self, key: object) -> bool:
+        return key in set(self._alive().keys())  # a list would compare tensors by their values
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._alive().keys())
+
+    def __len__(self) -> int:
+        return len(self._alive().keys())
+
+    @abstractmethod
+    def _alive(self) -> Answering: ...
+
+
+class Copies(_ByParameter):
+    """The states as copies in pageable memory."""
+
+    def __init__(self, states: Answering) -> None:
+        self._states = states
+        self._copied: dict[Any, State] = {}  # of the bucket that was asked for last
+        self._version = states.version
+
+    def __getitem__(self, key: Any) -> State:
+        if key not in self._copied or self._version != self._states.version:
+            self._version = self._states.version
+            self._copied = self._states.copies_with(key)
+        return self._copied[key]
+
+    def _alive(self) -> Answering:
+        return self._states
+
+
+class RestingState(_ByParameter, MutableMapping[Any, State]):
     """Answers for states that are away: for schedulers and others who have known the optimizer for longer.
 
     Each look copies one parameter's state to where it is without tiering, and keeps nothing. Inside of the
@@ -73,19 +150,10 @@ class RestingState(MutableMapping[Any, State]):
         state: State = states.copy_of(key) if lent is None else lent[key]
         return state
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401 - this is it
-
-    def __contains__(self, key: object) -> bool:
-        return key in set(self._alive().keys())  # a list would compare tensors by their values
-
     def __iter__(self) -> Iterator[Any]:
         states = self._alive()
         lent = states.lent_out()
         return iter(states.keys() if lent is None else lent)
-
-    def __len__(self) -> int:
-        return len(self._alive().keys())
 
     def __setitem__(self, key: Any, state: State) -> None:
         self._changeable()[key] = state
@@ -105,21 +173,24 @@ class RestingState(MutableMapping[Any, State]):
 
     def check_step(self) -> None:
         """Raises RuntimeError where a step would change copies, of which nothing stays, and what `check` does."""
-        states = self._alive()
-        states.check()
-        if states.lent_out() is None:
-            raise RuntimeError(
-                "the states of this optimizer are in a manager's memory, and a step of it would be without them: "
-                "step what register_optimizer returned, as in `optimizer = manager.register_optimizer(optimizer)`"
-            )
+        self._alive().check()
+        self._lent(
+            RuntimeError,
+            "and a step of it would be without them: step what register_optimizer returned, as in "
+            "`optimizer = manager.register_optimizer(optimizer)`",
+        )
 
     def _changeable(self) -> dict[Any, Any]:
+        return self._lent(
+            TypeError,
+            "and here are copies: change them inside of present() of what register_optimizer returned, or load "
+            "others by its load_state_dict",
+        )
+
+    def _lent(self, error: type[Exception], otherwise: str) -> dict[Any, Any]:
         lent = self._alive().lent_out()
         if lent is None:
-            raise TypeError(
-                "the states of this optimizer are in a manager's memory, and here are copies: change them inside "
-                "of present() of what register_optimizer returned, or load others by its load_state_dict"
-            )
+            raise error(f"the states of this optimizer are in a manager's memory, {otherwise}")
         return lent
 
     def _alive(self) -> Answering:

@@ -14,12 +14,12 @@ import torch
 from ..errors import Closed, InterruptedStep
 from ..ground.interrupts import interruptible, uninterrupted
 from ..ground.wrappers import copied
-from .backward_watch import BackwardWatch
-from .bucket import fetch_ahead
-from .buckets import Buckets
-from .layout import Param, State, contents, on_cpu, with_tensors
-from .partial_step import bare_step
+from .bucket import Bucket, fetch_ahead
+from .layout import Param, State, StateLayout, contents, on_cpu, params_of, with_tensors
+from .partial_step import PartialStep, bare_step
+from .pipeline import BackwardWatch, Pipeline
 from .resting import StatePlace
+from .separable import StepChoice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,29 +40,49 @@ def _alone(method: Callable[Concatenate[States, P], R]) -> Callable[Concatenate[
 class States:
     """The states of one optimizer, in buckets. None are here before `adopt`.
 
-    buckets: of this optimizer, not used otherwise. around: gives what a step without a closure is made in.
+    choice, pipeline: of this optimizer, not used otherwise. stay: the states stay on the device until `offload`,
+    and are there again after `reload`. around: gives what a step without a closure is made in.
 
     at_once: whether it is stepped at once. closure_first: whether a step calls a closure once, before all else.
-    version: another one whenever states have changed.
+    away: states leave the device after a step.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        buckets: Buckets,
-        around: Callable[[Buckets], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+        choice: StepChoice,
+        pipeline: Pipeline,
+        *,
+        stay: bool,
+        around: Callable[[States], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
+        self._optimizer = optimizer
+        self._name = type(optimizer).__name__
+        self._choice = choice
+        self._stay = stay
         self._around = around
         self._lock = threading.RLock()
-        self._optimizer = optimizer
-        self.buckets = buckets
-        self.at_once = buckets.choice.at_once
-        self.closure_first = buckets.choice.closure_first
-        self.version = 0
+        self._known: set[Param] = set()  # the parameters in the buckets
+        # Makes the error of a step that ended in the middle.
+        self._broken: Callable[[], InterruptedStep] | None = None
         self._closed = False
         self._lent = False
         self._place = StatePlace(optimizer, self)
         self._watch = BackwardWatch(self._prefetch)
+        self.pipeline = pipeline
+        self.at_once = choice.at_once
+        self.closure_first = choice.closure_first
+        self.away = not stay
+
+    @property
+    def here(self) -> bool:
+        """Whether the states are where the optimizer looks for them."""
+        return self._place.filled
+
+    @property
+    def version(self) -> int:
+        """Another one whenever states have changed."""
+        return self._place.version
 
     @_alone
     def adopt(self) -> None:
@@ -72,12 +92,41 @@ class States:
         before, and all that was taken is given back.
         """
         self._not_inside("have new parameters")
-        self.version += 1
-        with self._in_place():
-            self.buckets.adopt()
+        with self._place.used():
+            self._take_new()
             self._place.taken = True
-        if self.buckets.away:
+        if self.away:
             self._learn()
+
+    def _take_new(self) -> None:
+        self._choice.split.look()
+        self._choice.look_at_groups()
+        layouts: dict[Param, StateLayout] = {}
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param not in self._known and param not in layouts:
+                    layouts[param] = self._choice.trial.layout_of(param, group)
+        state = self._optimizer.state
+        before = dict(state)
+        buckets = self.pipeline.packed(layouts.items())
+        try:
+            self.pipeline.residences.house(buckets)
+            for bucket in buckets:
+                self._place.empty_into(bucket)
+                # Other dictionaries with the same tensors: those from before are there to go back to.
+                bucket.states = with_tensors(bucket.states, lambda tensor: tensor)
+            self.pipeline.drop()
+            if self.away:
+                self.pipeline.offload(buckets)
+                self.pipeline.residences.poll()
+        except BaseException:
+            for bucket in buckets:
+                bucket.close()
+            state.clear()
+            state.update(before)
+            raise
+        self._known.update(layouts)
+        self.pipeline.buckets += buckets
 
     @_alone
     def step(self, closure: Callable[[], float] | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -91,24 +140,51 @@ class States:
         """
         self.check()
         # A closure has forwards and a backward of its own, which others look at.
-        with contextlib.nullcontext() if closure is not None else self._around(self.buckets):
+        with contextlib.nullcontext() if closure is not None else self._around(self):
             return self._step(closure, options or {})
 
     def _step(self, closure: Callable[[], float] | None, options: dict[str, Any]) -> Any:
-        buckets = self.buckets
-        if not buckets.here:
+        if not self.here:
             self._adopt_unknown()
-        in_place = buckets.here or not buckets.away
-        if in_place or closure is not None or options or buckets.choice.at_once_now(buckets.all):
+        in_place = self.here or not self.away
+        if in_place or closure is not None or options or self._choice.at_once_now(self.pipeline.buckets):
             with self.present():
                 arguments = [] if closure is None else [_interruptible(closure)]
                 return bare_step(self._optimizer)(*arguments, **options)
-        self.version += 1
-        with self._in_place():
-            buckets.step()
+        with self._place.used():
+            self._step_in_buckets()
         self.poll()
         self._learn()
         return None
+
+    def _step_in_buckets(self) -> None:
+        """Raises InterruptedStep where it ends in the middle, which `check` does from then on."""
+        self._choice.check_gradients()
+        residences, buckets = self.pipeline.residences, self.pipeline.buckets
+        residences.step_begins()
+        step_of = PartialStep(self._optimizer)
+        changing = {bucket: {param for param in bucket.params if param.grad is not None} for bucket in buckets}
+        begun = stepped = 0
+
+        def step(bucket: Bucket) -> None:
+            nonlocal begun, stepped
+            residences.poll()
+            begun += bool(changing[bucket])
+            # What has no gradient and came along early is not taken back, and so not to be changed.
+            away = {param for param in bucket.states if bucket.away([param]) or param not in changing[bucket]}
+            here = {param: state for param, state in bucket.states.items() if param not in away}
+            bucket.states.update(step_of.step(bucket.params, here, away))
+            stepped += bool(changing[bucket])
+
+        try:
+            self.pipeline.run(changing, step)
+        except BaseException as error:
+            if not begun:
+                raise
+            self._broken = broken = functools.partial(InterruptedStep, self._name, stepped, len(buckets))
+            if isinstance(error, Exception):
+                raise broken() from error
+            raise
 
     @contextlib.contextmanager
     @uninterrupted
@@ -144,7 +220,7 @@ class States:
         """The optimizer's own `state`, where it may be changed now: inside of `present` and `lent`."""
         if self._lent:
             self._bring()
-        return self._place.own if self.buckets.here else None
+        return self._place.own if self.here else None
 
     def poll(self) -> None:
         """Goes on with files: writes what can be written by now, and reads what the next step begins with.
@@ -154,9 +230,9 @@ class States:
         if not self._lock.acquire(blocking=False):
             return  # whoever has it goes on as well
         try:
-            self.buckets.residences.poll()
+            self.pipeline.residences.poll()
             if self._usable:
-                fetch_ahead(self.buckets.all)
+                fetch_ahead(self.pipeline.buckets)
         finally:
             self._lock.release()
 
@@ -168,22 +244,22 @@ class States:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._usable and not self.at_once and not self.buckets.here:
-                self.buckets.keep(nbytes)
-                return True
-            return False
+            can = self._usable and not self.at_once and not self.here
+            if can:
+                self.pipeline.keep(nbytes)
+            return can
         finally:
             self._lock.release()
 
     @_alone
     def wait(self) -> None:
         """Waits until every file is written."""
-        self.buckets.residences.wait()
+        self.pipeline.residences.wait()
 
     @_alone
     def drop_prefetch(self) -> None:
         """There is no step to come after all."""
-        self.buckets.drop_prefetch()
+        self.pipeline.drop()
 
     @_alone
     def offload(self) -> None:
@@ -193,24 +269,28 @@ class States:
         """
         self.check()
         self._not_inside("be offloaded")
-        self.buckets.offload()
+        self.pipeline.drop()
+        self.away = True
+        self.pipeline.offload(self.pipeline.buckets)
 
     @_alone
     def reload(self) -> None:
         """Everything is on the device again, if it stays there. All or nothing: raises torch.OutOfMemoryError."""
         self.check()
         self._not_inside("be reloaded")
-        self.buckets.reload()
+        if self._stay:
+            self.pipeline.reload(self.pipeline.buckets)
+            self.away = False
 
     @_alone
     def snapshot(self) -> dict[str, Any]:
         """What the optimizer's own `state_dict` makes of copies, all in pageable memory."""
         self.check()
         self._adopt_loaded()
-        self.buckets.drop_prefetch()
+        self.pipeline.drop()
         optimizer, rest = self._optimizer, self._optimizer.state
         whole: dict[Any, Any] = {key: on_cpu(value) for key, value in self._place.own.items()}
-        for bucket in self.buckets.all:
+        for bucket in self.pipeline.buckets:
             whole |= bucket.copies()
         try:
             optimizer.state = defaultdict(dict, whole)
@@ -223,16 +303,17 @@ class States:
     def keys(self) -> list[Any]:
         """What has a state, parameters for the most part, in the order in which the optimizer has them."""
         self.check()
-        return self.buckets.in_order([*self._place.own, *(key for each in self.buckets.all for key in each.states)])
+        moving = (key for bucket in self.pipeline.buckets for key in bucket.states)
+        return self._place.in_order([*self._place.own, *moving])
 
     @_alone
     def copy_of(self, key: Any) -> Any:
         """A copy of a parameter's state where it is in a step, or of what else the optimizer keeps."""
         self.check()
-        self.buckets.drop_prefetch()
-        for bucket in self.buckets.all:
-            if key in bucket.states:
-                return bucket.copy_of(key, self.buckets.device)
+        self.pipeline.drop()
+        bucket = self._bucket_of(key)
+        if bucket is not None:
+            return bucket.copy_of(key, self.pipeline.device.torch_device)
         return with_tensors(self._place.own.get(key, {}), copied)
 
     @_alone
@@ -240,11 +321,12 @@ class States:
         """Copies of the states of the bucket that a parameter is in, in pageable memory; its own may be empty."""
         self.check()
         self._adopt_loaded()
-        self.buckets.drop_prefetch()
-        for bucket in self.buckets.all:
-            if key in bucket.states:
-                return bucket.copies()
-        return {key: on_cpu(self._place.own.get(key, {}))}
+        self.pipeline.drop()
+        bucket = self._bucket_of(key)
+        return {key: on_cpu(self._place.own.get(key, {}))} if bucket is None else bucket.copies()
+
+    def _bucket_of(self, key: Any) -> Bucket | None:
+        return next((bucket for bucket in self.pipeline.buckets if key in bucket.states), None)
 
     @_alone
     def load(self, load: Callable[[Sequence[Param]], None], at_once: bool) -> None:
@@ -256,37 +338,34 @@ class States:
 
         Raises what `load` does. If that has changed nothing, all states are as before; otherwise check() says so.
         """
-        buckets = self.buckets
         if self._closed:
             self.check()
         self._not_inside("be loaded")
-        buckets.drop_prefetch()
+        self.pipeline.drop()
         self._adopt_unknown()
-        with self._in_place():
+        with self._place.used():
             self._load(load, at_once)
-        buckets.choice.look_at_groups()
-        buckets.broken = None
+        self._choice.look_at_groups()
+        self._broken = None
 
     def _load(self, load: Callable[[Sequence[Param]], None], at_once: bool) -> None:
-        buckets, before = self.buckets, self._optimizer.state
+        buckets, before = self.pipeline.buckets, self._optimizer.state
         loaded = 0
         try:
-            load([param for bucket in buckets.all for param in bucket.params] if at_once or self.at_once else [])
-            others = {key: value for key, value in self._optimizer.state.items() if key not in buckets.known}
+            load([param for bucket in buckets for param in bucket.params] if at_once else [])
+            others = {key: value for key, value in self._optimizer.state.items() if key not in self._known}
             if self.at_once:
-                self.version += 1
-                buckets.renew_all()
+                self.pipeline.forget()
+                self._take_all()
             else:
-                for bucket in buckets.all:
+                for bucket in buckets:
                     if not at_once:
                         load(bucket.params)
-                    self.version += 1
-                    buckets.renew(bucket)
+                    self._take_loaded(bucket)
                     loaded += 1
         except BaseException:
             if self._optimizer.state is not before:
-                name, count = type(self._optimizer).__name__, len(buckets.all)
-                buckets.broken = functools.partial(InterruptedStep, name, loaded, count, loading=True)
+                self._broken = functools.partial(InterruptedStep, self._name, loaded, len(buckets), loading=True)
             raise
         self._optimizer.state.clear()
         self._optimizer.state.update(others)
@@ -297,8 +376,8 @@ class States:
             raise Closed(
                 "the manager is closed, and with it the states of the optimizer are gone: take state_dict() before"
             )
-        if self.buckets.broken is not None:
-            raise self.buckets.broken()
+        if self._broken is not None:
+            raise self._broken()
 
     @_alone
     def give_back(self) -> None:
@@ -315,72 +394,82 @@ class States:
     def close(self) -> None:
         """Frees all memory. The states are gone."""
         self._closed = True
-        self.version += 1
+        self._place.version += 1
         self._watch.close()
-        self.buckets.close()
-        self.buckets.residences.close()
+        self.pipeline.close()
 
     @property
     def _usable(self) -> bool:
-        return self.buckets.broken is None and not self._closed
-
-    @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """Inside, the optimizer has its own dictionary for a `state`; and afterwards, if the states are here."""
-        self._place.give_back()
-        try:
-            yield
-        finally:
-            if not self.buckets.here:
-                self._place.take()
+        return self._broken is None and not self._closed
 
     def _bring(self) -> None:
-        if not self.buckets.here:
-            self._adopt_unknown()
-            with self._in_place():
-                self.buckets.bring()
-            self.version += 1
+        """Brings all states to the device and into the optimizer's `state`. If that fails, nothing has changed."""
+        if self.here:
+            return
+        self._adopt_unknown()
+        with self._place.used():
+            self.pipeline.drop()
+            self.pipeline.reload(self.pipeline.buckets)
+            self._place.fill(self.pipeline.buckets)
+            self.pipeline.residences.step_begins()
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
         """States that are brought inside leave the device afterwards."""
-        if self.buckets.here:
+        if self.here:
             yield
             return
         try:
             yield
         finally:
-            if brought := self.buckets.here:
-                self.version += 1
-                if not self._closed:
-                    with self._in_place():
-                        self.buckets.take_over()
-        if brought and self.buckets.away:
+            if (brought := self.here) and not self._closed:
+                with self._place.used():
+                    self._take_all()
+        if brought and self.away:
             self.poll()
             self._learn()
 
+    def _take_all(self) -> None:
+        """Takes all states from the optimizer; the buckets may be others now.
+
+        What there is no room for stays on the device.
+        """
+        self._place.leave()
+        self._choice.split.look()
+        for bucket in self.pipeline.buckets:
+            self._place.empty_into(bucket)
+        self.pipeline.renew()
+        if self.away:
+            self.pipeline.offload_stepped()
+
+    def _take_loaded(self, bucket: Bucket) -> None:
+        """Takes what has been loaded for one bucket, in place of what was in it; the optimizer has no other."""
+        bucket.drop_flat()
+        self._place.empty_into(bucket)
+        self.pipeline.refit(bucket)
+        if self.away:
+            self.pipeline.offload([bucket])
+
     def _adopt_loaded(self) -> None:
         """Takes over what somebody has loaded into the optimizer itself."""
-        if self._place.has_other and not self.buckets.here:
-            self.version += 1
-            with self._in_place():
-                self.buckets.drop_prefetch()
-                self.buckets.renew_all()
-            self.buckets.choice.look_at_groups()
+        if self._place.has_other and not self.here:
+            with self._place.used():
+                self.pipeline.forget()
+                self._take_all()
+            self._choice.look_at_groups()
 
     def _adopt_unknown(self) -> None:
         self._adopt_loaded()
-        known = self.buckets.known
-        if any(param not in known for group in self._optimizer.param_groups for param in group["params"]):
+        if any(param not in self._known for param in params_of(self._optimizer)):
             self.adopt()
 
     def _not_inside(self, what: str) -> None:
-        if self.buckets.here:
+        if self.here:
             raise RuntimeError(f"the states cannot {what} in the middle of a step, or inside of present()")
 
     def _learn(self) -> None:
         if not self.at_once:
-            self._watch.step_ends(self.buckets.known)
+            self._watch.step_ends(self._known)
 
     def _prefetch(self) -> None:
         """Brings the first bucket of the next step to the device while backward ends, if the memory is there."""
@@ -388,7 +477,7 @@ class States:
             return  # a step is under way, whose closure this backward is of
         try:
             if self._usable and not self.at_once:
-                self.buckets.prefetch()
+                self.pipeline.prefetch_first()
         finally:
             self._lock.release()
 

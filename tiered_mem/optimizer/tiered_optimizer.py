@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,12 +13,18 @@ from typing import Any, NoReturn, overload
 
 import torch
 
+from ..device.device import Device
 from ..ground.interrupts import uninterrupted
-from .layout import Param, State, on_cpu
-from .misuse import StepCheck
-from .resting import check_step
+from .layout import Param, contents, on_cpu, params_of, spread_of
+from .resting import Copies, check_step
+from .separable import HOOKS
 from .states import States
-from .trial import HOOKS
+
+_log = logging.getLogger("tiered_mem.optimizer")
+
+# What those of torch_npu and of apex for Ascend are known by, which lay all parameters, gradients and states end to
+# end. Their gradients must not be others, and of their states none can leave by itself.
+_COMBINES = ("is_fused_optimizer", "is_npu_fused_optimizer")
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -37,13 +44,13 @@ class TieredOptimizer(torch.optim.Optimizer):
     # A fused optimizer would divide by the scaler's factor itself, which it does not hear of in a step of parts.
     _step_supports_amp_scaling = False
 
-    def __init__(self, wrapped: torch.optim.Optimizer, states: States, manager: object, check: StepCheck) -> None:
+    def __init__(self, wrapped: torch.optim.Optimizer, states: States, manager: object) -> None:
         # As an optimizer that comes out of a pickle. What torch adds to the defaults is not for the other one.
         super().__setstate__({"defaults": {}})
         self.defaults = wrapped.defaults
         self._wrapped = wrapped
         self._states = states
-        self._check = check
+        self._begun = self._idle = False  # what was said of its steps
         self._manager = manager  # lives as long as this
         # They are called once for a step, and not for each bucket.
         self._hooks = {name: getattr(wrapped, name) for name in HOOKS}
@@ -106,12 +113,15 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         States that the optimizer has not made yet are known where it could be tried out, and count.
         """
-        return self._states.buckets.step_bytes
+        states = self._states
+        if not states.away:
+            return 0
+        return states.pipeline.nbytes if states.at_once else states.pipeline.window_bytes
 
     @property
     def host_bytes(self) -> int:
         """The host memory in bytes that the states take. With residency="disk", that through which they pass."""
-        return self._states.buckets.residences.host_bytes
+        return self._states.pipeline.residences.host_bytes
 
     @contextlib.contextmanager
     def present(self) -> Iterator[torch.optim.Optimizer]:
@@ -127,7 +137,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
         """Copies of the states, by parameter. Each look at a parameter copies what its bucket holds."""
-        return _Copies(self._states)
+        return Copies(self._states)
 
     @overload
     def step(self, closure: None = None, **options: Any) -> None: ...
@@ -143,7 +153,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         ValueError where the parameters are the model's no more.
         """
         self._states.check()
-        self._check.look(has_gradients=closure is None)
+        self._look(has_gradients=closure is None)
         loss = None
         if closure is None or options:
             loss = self._states.step(closure, options)
@@ -208,6 +218,31 @@ class TieredOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _look(self, *, has_gradients: bool) -> None:
+        """Before a step. has_gradients: they are there already, and do not come of a closure.
+
+        Raises ValueError for parameters that are the model's no more. Says once what makes tiering be of no use.
+        """
+        params, name = params_of(self._wrapped), type(self._wrapped).__name__
+        idle = has_gradients and bool(params) and all(param.grad is None for param in params)
+        if idle or not self._begun:
+            _check_in_use(params, name)
+        if idle and not self._idle:
+            self._idle = True
+            _log.warning(
+                "no parameter of %s has a gradient, and its step changes nothing: was it made for another model, "
+                "or before fully_shard put other parameters in their place? Make it afterwards",
+                name,
+            )
+        device = self._states.pipeline.device
+        if params and not self._begun and not any(map(device.owns, params)):
+            _log.warning(
+                "the parameters of %s are on %s, and so are its states, none of which moves: model.to(%r) before "
+                "the first step",
+                *(name, params[0].device, str(device.torch_device)),
+            )
+        self._begun = True
+
     def _load(self, state_dict: dict[str, Any], everything: bool, params: Sequence[Param]) -> None:
         # A copy: torch would take over what is on the right device already.
         if everything:
@@ -215,8 +250,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             return
         saved = state_dict["state"]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        known = [param for group in self._wrapped.param_groups for param in group["params"]]
-        name_of = dict(zip(known, names, strict=False))  # where there are more of one, loading says so
+        # Where there are more of one, loading says so.
+        name_of = dict(zip(params_of(self._wrapped), names, strict=False))
         chosen = {name_of.get(param) for param in params} | (saved.keys() - names)
         some = {name: on_cpu(state) for name, state in saved.items() if name in chosen}
         self._wrapped.load_state_dict({**state_dict, "state": some})
@@ -259,33 +294,59 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.__getstate__()
 
 
-class _Copies(Mapping[Any, Any]):
-    """The states by parameter, as copies."""
+def check_optimizer(optimizer: torch.optim.Optimizer, device: Device) -> None:
+    """Raises ValueError, or TypeError, for what cannot be tiered on this device, before anything is changed."""
+    name = type(optimizer).__name__
+    _check_wraps_none(optimizer, name)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"a torch.optim.Optimizer is needed, and this is a {name}")
+    lacking = [each for each in ("param_groups", "state", *HOOKS) if each not in vars(optimizer)]
+    if lacking:
+        raise ValueError(
+            f"{name} has no {lacking[0]!r} of its own, as an optimizer has that called Optimizer.__init__. If it "
+            "wraps another optimizer, register that one"
+        )
+    for option in ("capturable", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ValueError(
+                f"an optimizer with {option}=True cannot be tiered: its states have to stay where they are. "
+                f"Make it with {option}=False"
+            )
+    if any(getattr(optimizer, mark, False) is True for mark in _COMBINES):
+        raise ValueError(
+            f"{name} lays all its states end to end, where none of them can leave the device: use one of torch's "
+            'instead, such as torch.optim.AdamW(..., fused=True) (in transformers optim="adamw_torch_fused")'
+        )
+    params = params_of(optimizer)
+    device.check_some_here(f"the parameters of {name}", params)
+    if device.kind != "cpu" and any(param.device.type == "cpu" and spread_of(param) for param in params):
+        raise ValueError(
+            f"fully_shard(offload_policy=CPUOffloadPolicy()) keeps the states of {name} on the cpu, and "
+            "register_optimizer would move the same: leave out one of the two"
+        )
+    _check_in_use(params, name)
 
-    def __init__(self, states: States) -> None:
-        self._states = states
-        self._copied: dict[Any, State] = {}  # of the bucket that was asked for last
-        self._version = states.version
 
-    def __getitem__(self, key: Any) -> State:
-        if key not in self._copied or self._version != self._states.version:
-            self._version = self._states.version
-            self._copied = self._states.copies_with(key)
-        return self._copied[key]
+def _check_in_use(params: Sequence[Param], name: str) -> None:
+    """Raises ValueError for parameters in whose place FSDP2 has put others, as that of torch 2.13 lets see."""
+    gone = sum(hasattr(param, "_fsdp_orig_uid") and spread_of(param) is None for param in params)
+    if gone:
+        raise ValueError(
+            f"{gone} of {len(params)} parameters of {name} are not the model's any more, as fully_shard put others "
+            "in their place: make the optimizer after it, as in `fully_shard(model); optimizer = "
+            f"manager.register_optimizer({name}(model.parameters()))`"
+        )
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            return default
-        return self[key]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._states.keys())
-
-    def __len__(self) -> int:
-        return len(self._states.keys())
-
-    def __contains__(self, key: object) -> bool:
-        return key in set(self)  # a list would compare tensors by their values
+def _check_wraps_none(optimizer: object, name: str) -> None:
+    """Raises ValueError for a wrapper: its states are another optimizer's, which is the one to register."""
+    for attribute, value in getattr(optimizer, "__dict__", {}).items():
+        if any(isinstance(each, torch.optim.Optimizer) for each in contents(value)):
+            inner = f"optimizer.{attribute}"
+            raise ValueError(
+                f"{name} wraps another optimizer, which has the states: register {inner} and put what comes back "
+                f"in its place, as in `{inner} = manager.register_optimizer({inner})`"
+            )
 
 
 def _or(result: dict[str, Any] | None, before: dict[str, Any]) -> dict[str, Any]:
