@@ -7,22 +7,21 @@ PYTEST := $(RUN) -m pytest --numprocesses=2 --dist=loadfile
 RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 
 # What runs without a device is the same in each schedule; and the libraries' models take long to import.
-DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
-                  test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
-                  test_recorded_allocations.py) \
+DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill house/test_packaging.py \
+                  house/test_layers.py tiers/test_host_limit.py tiers/test_host_budget.py ground/test_sizes.py \
+                  benchmarks/test_allocator_replay.py benchmarks/test_recorded_allocations.py) \
                 --ignore=tests/libraries --ignore=emulator/tests/test_library_models.py
 # So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
 # has it. And what starts processes of its own says in which schedule.
 ONCE := $(addprefix --ignore=emulator/tests/test_,kernels.py gradients.py fused_operators.py training_set.py \
           link.py profilers.py clock.py clock_files.py clock_kernels.py modelled_drives.py published.py \
           dry_reads.py dry_routing.py hccl.py hccl_clock.py hccl_jobs.py hccl_mistakes.py) \
-        --ignore=tests/emulated \
-        $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
+        --ignore=tests/modelled --ignore=tests/activations/test_compile.py --ignore=tests/trace \
         $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
           distributed_checkpoints.py failures.py trials.py)
 # And the run with the task queue leaves to the others what takes them long.
 DETECTED := $(addprefix --ignore=emulator/tests/test_,training_set.py library_models.py gradients.py) \
-            $(addprefix --ignore=tests/te/test_,layers.py marks.py manual.py) \
+            $(addprefix --ignore=tests/cpu_offload/test_,layers.py marks.py manual.py) \
             $(addprefix --ignore=tests/optimizer/test_,equality.py strange_optimizers.py checkpoints.py \
               checkpoint_failures.py state_reads.py distributed_checkpoints.py residence.py \
               disk_residence.py disk_residence_faults.py disk_residence_random.py)
@@ -46,7 +45,7 @@ test-schedules: setup ## what make test leaves out: other schedules, the task qu
 	$(PYTEST) -m 'not slow' $(DETECTED) $(DEVICE_TESTS) $(ONCE)
 	$(PYTEST) -m slow $(DETECTED)
 	$(RACES)=eager $(PYTEST) -m slow $(patsubst --ignore=%,%,$(DETECTED))
-	$(RACES)=late $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
+	$(RACES)=late $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE) --ignore=tests/cpu_offload/test_layers.py
 	$(RACES)=random $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE)
 
 # Each framework asks for others of its own: without them what is there stays as it is. Each file has a process of its

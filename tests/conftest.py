@@ -25,9 +25,9 @@ RACES = EMULATED and emulated_device.RACES
 import torch  # noqa: E402
 
 from tests.models import eventually, is_empty  # noqa: E402
-from tests.scene import Scene  # noqa: E402
 from tests.service import Service  # noqa: E402
 from tests.spilling import Spilling, Training  # noqa: E402
+from tests.trace.scene import Scene  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
 from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
 
