@@ -9,6 +9,8 @@ import pytest
 from emulator.tests.launch import EMULATOR, run, write_script
 from emulator.tests.timed import machine
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 MEASURE = """
     import json
     import ascend_emulator

@@ -12,6 +12,8 @@ from ascend_emulator.options import Options
 
 from emulator.tests.launch import EMULATOR, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 READ = """
     import json
     import ascend_emulator

@@ -10,6 +10,8 @@ import pytest
 
 from emulator.tests.launch import EMULATOR, ROOT, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 Said = dict[str, list[Any]]
 
 SCRIPT = """

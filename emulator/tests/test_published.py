@@ -16,6 +16,8 @@ from published.traffic import LINKS
 
 from emulator.tests.launch import EMULATOR, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 SMALL = """
     import json
     from dataclasses import replace

@@ -16,7 +16,10 @@ from torch._dynamo.utils import counters
 from tests.conftest import MakeManager
 from tests.models import Stack, backward, equal, is_empty, small_stack
 
-pytestmark = pytest.mark.usefixtures("no_gc", "fresh_compiler")
+pytestmark = [
+    pytest.mark.usefixtures("no_gc", "fresh_compiler"),
+    pytest.mark.once(why="what a compiler sees is the same in each schedule"),
+]
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ from benchmarks.allocator_replay import (
 from benchmarks.recorded import Allocated, Deallocated, Marked, Operation, read_trace
 from tiered_mem.allocators import SlabPool
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 MIB = 1 << 20
 
 # Live at most: 12288 bytes in step 0, 20480 in step 4, 28672 in step 1.

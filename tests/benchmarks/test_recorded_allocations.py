@@ -10,6 +10,8 @@ from benchmarks.recorded import Allocated, Deallocated, Marked, RecordedPool, re
 from tests.allocators.numbered_memory import NumberedMemory
 from tiered_mem.allocators import HostPool, OutOfHostMemory, Region, SlabPool
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 MIB = 1 << 20
 HEAD = "allocation-trace 1\n"
 

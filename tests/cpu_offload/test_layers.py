@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:num_layers=1 of model_layers=2:UserWarning"
     ),  # models of two layers are enough here
+    pytest.mark.detector_only(why="takes long"),
+    pytest.mark.schedules("eager", "random", why="it takes long, and the random one waits as late"),
 ]
 
 

@@ -24,7 +24,10 @@ from tiered_mem.cpu_offload import mark_not_offload
 
 Offloading = Callable[..., Any]
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.detector_only(why="takes long"),
+]
 
 
 def gradients_of(layers: list[torch.nn.Module]) -> list[torch.Tensor]:

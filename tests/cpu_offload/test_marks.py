@@ -18,7 +18,10 @@ from tiered_mem.cpu_offload import (
     start_offload,
 )
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.detector_only(why="takes long"),
+]
 
 Offloading = Callable[..., Any]
 Operation = Callable[[torch.Tensor], torch.Tensor]

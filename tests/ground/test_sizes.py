@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from tiered_mem.sizes import format_bytes, parse_bytes
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 
 @pytest.mark.parametrize(
     ("size", "nbytes"),

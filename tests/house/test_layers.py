@@ -13,6 +13,8 @@ import pytest
 
 from emulator.tests.launch import run
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 ROOT = Path(__file__).parents[2]
 LEAVES = ("allocators", "policies")
 # What uses the ground floor for something of its own; none of them knows of another.

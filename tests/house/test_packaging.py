@@ -16,6 +16,8 @@ import pytest
 
 import tiered_mem
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "tiered_mem",

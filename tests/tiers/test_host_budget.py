@@ -8,6 +8,8 @@ import pytest
 
 from tiered_mem.tiers.host_budget import HostBytes, HostLimit, host_budget, local_processes
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 GIB = 1 << 30
 RAM = HostLimit(64 * GIB, "the machine's RAM")
 CGROUP = HostLimit(48 * GIB, "the cgroup limit /sys/fs/cgroup/job/memory.max")

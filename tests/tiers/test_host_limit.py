@@ -14,6 +14,8 @@ import pytest
 from tiered_mem.tiers.host_budget import HostLimit, cgroup_limits, host_budget, host_limit, memlock_limit
 from tiered_mem.tiers.pinning import offered_host
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 V1, V2 = "memory.limit_in_bytes", "memory.max"
 V1_UNLIMITED = str(2**63 - 4096)
 V1_UNLIMITED_64K_PAGES = str(2**63 - 65536)
