@@ -139,7 +139,7 @@ class Calls:
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
         path = frame.f_code.co_filename
-        self.count += event == "call" and "policies" in path and "tests" not in path
+        self.count += event == "call" and "policies" in path and "/tests/" not in path
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
