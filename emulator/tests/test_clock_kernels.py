@@ -9,7 +9,10 @@ import pytest
 from emulator.tests.launch import EMULATOR, run, write_script
 from emulator.tests.timed import machine
 
-pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+pytestmark = [
+    pytest.mark.once(why="its process has a schedule of its own"),
+    pytest.mark.slow(why="a process imports torch, and computes all kinds of kernels"),
+]
 
 MEASURE = """
     import json

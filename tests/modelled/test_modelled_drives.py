@@ -101,6 +101,7 @@ def test_a_training_that_spills_has_the_plain_ones_numbers_and_the_drives_times(
     assert all(start >= end for (*_, end), (*_, start, _) in pairwise(operations))
 
 
+@pytest.mark.slow(why="a process trains a model")
 def test_the_managers_trace_tells_the_drives_times(trained: Said) -> None:
     """From another beginning, but how long each took, in the order of their kinds."""
     for kind in ("read", "write"):
