@@ -6,27 +6,6 @@ RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest --numprocesses=2 --dist=loadfile
 RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 
-# What runs without a device is the same in each schedule; and the libraries' models take long to import.
-DEVICE_TESTS := $(addprefix --ignore=tests/,allocators cli policies spill test_packaging.py test_layers.py \
-                  test_host_limit.py test_host_budget.py test_sizes.py test_allocator_replay.py \
-                  test_recorded_allocations.py) \
-                --ignore=tests/libraries --ignore=emulator/tests/test_library_models.py
-# So is what the emulator's operators compute, what a checkpoint holds, and what a trace or a compiler sees: make test
-# has it. And what starts processes of its own says in which schedule.
-ONCE := $(addprefix --ignore=emulator/tests/test_,kernels.py gradients.py fused_operators.py training_set.py \
-          link.py profilers.py clock.py clock_files.py clock_kernels.py modelled_drives.py \
-          dry_reads.py dry_routing.py hccl.py hccl_clock.py hccl_jobs.py hccl_mistakes.py) \
-        --ignore=tests/emulated \
-        $(addprefix --ignore=tests/test_,compile.py trace.py trace_export.py trace_files.py) \
-        $(addprefix --ignore=tests/optimizer/test_,checkpoints.py checkpoint_failures.py state_reads.py \
-          distributed_checkpoints.py failures.py trials.py)
-# And the run with the task queue leaves to the others what takes them long.
-DETECTED := $(addprefix --ignore=emulator/tests/test_,training_set.py library_models.py gradients.py) \
-            $(addprefix --ignore=tests/te/test_,layers.py marks.py manual.py) \
-            $(addprefix --ignore=tests/optimizer/test_,equality.py strange_optimizers.py checkpoints.py \
-              checkpoint_failures.py state_reads.py distributed_checkpoints.py residence.py \
-              disk_residence.py disk_residence_faults.py disk_residence_random.py)
-
 help: ## prints these lines
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 24
 
@@ -41,13 +20,14 @@ test: setup ## one pass over all that a change can break, with the race detector
 	@echo 'CI adds make lint, make mutants and make test-schedules (the other schedules, the task queue, the slow tests).'
 
 # Without the race detector torch_npu's task queue is on, as it is by default on hardware. The third line runs the slow
-# tests that the second leaves to others. The last two are make test's in the other schedules.
+# tests that the second leaves to others. The last two are make test's in the other schedules. pyproject.toml says what
+# each mark means; it is set at the top of a test file, or in its folder's conftest.py.
 test-schedules: setup ## what make test leaves out: other schedules, the task queue, slow tests: fifteen minutes
-	$(PYTEST) -m 'not slow' $(DETECTED) $(DEVICE_TESTS) $(ONCE)
-	$(PYTEST) -m slow $(DETECTED)
-	$(RACES)=eager $(PYTEST) -m slow $(patsubst --ignore=%,%,$(DETECTED))
-	$(RACES)=late $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE) --ignore=tests/te/test_layers.py
-	$(RACES)=random $(PYTEST) -m 'not slow' $(DEVICE_TESTS) $(ONCE)
+	$(PYTEST) -m 'not slow and not once and not detector_only'
+	$(PYTEST) -m 'slow and not detector_only'
+	$(RACES)=eager $(PYTEST) -m 'slow and detector_only'
+	$(RACES)=late $(PYTEST) -m 'not slow and not once'
+	$(RACES)=random $(PYTEST) -m 'not slow and not once'
 
 # Each framework asks for others of its own: without them what is there stays as it is. Each file has a process of its
 # own, for some frameworks change others when they are imported. pytest says 5 where all of a file is skipped.

@@ -56,14 +56,18 @@ class Part:
         return "pytest" in self.needs
 
 
-def tests_of(name: str, share: int, *files: str) -> Part:
+def files(folder: str, *names: str) -> list[str]:
+    return [f"tests/{folder}/test_{name}.py" for name in names]
+
+
+def tests_of(name: str, share: int, *paths: str) -> Part:
     arguments = [*("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.counted_tests")]
     arguments += ["-o", "faulthandler_timeout=60"]
     for each in _WARNINGS:
         arguments += ["-W", f"default::{each}"]
     for each in _OF_PYTEST:
         arguments += ["-W", f"error::{each}"]
-    return Part(f"tests: {name}", (*arguments, *(f"tests/{file}" for file in files)), share, (*PRODUCT, "pytest"))
+    return Part(f"tests: {name}", (*arguments, *paths), share, (*PRODUCT, "pytest"))
 
 
 def parts(kind: str, small: bool) -> list[Part]:
@@ -76,28 +80,26 @@ def parts(kind: str, small: bool) -> list[Part]:
         size = small_size if small else full_size
         return Part(name, ("-m", f"benchmarks.{name}", *size), share, needs=rich, on_cpu=False)
 
+    saved = ("saved_tensors", "saved_views", "changed_tensors", "wrapper_tensors", "dropped_blocks")
+    layers = ("layer_context", "nested_layers", "checkpointed_layers", "hard_graphs", "plain_context")
+    states = ("equality", "phases", "streams", "residence", "checkpoints")
     tests = [
-        tests_of("device and copies", 25, "test_device.py", "test_transfer.py", "test_transfer_failures.py"),
-        tests_of("host memory", 25, "test_torch_memory.py", "test_host_memory.py", "cli/test_link.py"),
+        tests_of("device and copies", 25, *files("device", "device", "transfer", "transfer_failures")),
+        tests_of("host memory", 25, *files("tiers", "torch_memory", "host_memory"), *files("cli", "link")),
         tests_of(
-            *("activations", 60, "test_manager.py", "test_offload_context.py", "test_saved_tensors.py"),
-            *("test_saved_views.py", "test_changed_tensors.py", "test_layer_context.py", "test_nested_layers.py"),
-            *("test_checkpointed_layers.py", "test_training_loops.py", "test_hard_graphs.py"),
-            *("test_dropped_blocks.py", "test_plain_context.py", "test_wrapper_tensors.py"),
+            *("activations", 60, *files("manager", "manager")),
+            *files("activations", "offload_context", *saved, *layers, "training_loops"),
         ),
-        tests_of(
-            *("optimizer", 60, "optimizer/test_equality.py", "optimizer/test_phases.py"),
-            *("optimizer/test_streams.py", "optimizer/test_residence.py", "optimizer/test_checkpoints.py"),
-        ),
-        tests_of("phases", 25, "test_module_phases.py", "test_module_phase_contents.py"),
-        tests_of("disk tier", 25, "test_spilling.py", "optimizer/test_disk_residence.py"),
-        tests_of("Transformer Engine's interface", 40, "te"),
-        tests_of("traces", 15, "test_trace.py", "test_trace_export.py", "test_trace_files.py"),
+        tests_of("optimizer", 60, *files("optimizer", *states)),
+        tests_of("phases", 25, *files("phases", "module_phases", "module_phase_contents")),
+        tests_of("disk tier", 25, *files("activations", "spilling"), *files("optimizer", "disk_residence")),
+        tests_of("Transformer Engine's interface", 40, "tests/cpu_offload"),
+        tests_of("traces", 15, *files("trace", "trace", "trace_export", "trace_files")),
     ]
     if small:
         tests = [
-            tests_of("phases", 25, "test_module_phase_contents.py"),
-            tests_of("traces", 15, "test_trace_files.py"),
+            tests_of("phases", 25, *files("phases", "module_phase_contents")),
+            tests_of("traces", 15, *files("trace", "trace_files")),
         ]
     return [
         Part("llama_step", ("-m", "benchmarks.llama_step", *device, *quick), 90),

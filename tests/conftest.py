@@ -25,7 +25,6 @@ RACES = EMULATED and emulated_device.RACES
 import torch  # noqa: E402
 
 from tests.models import eventually, is_empty  # noqa: E402
-from tests.scene import Scene  # noqa: E402
 from tests.service import Service  # noqa: E402
 from tests.spilling import Spilling, Training  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
@@ -87,14 +86,6 @@ def service(device: str) -> Iterator[Service]:
     service = Service(device)
     yield service
     service.manager.close()
-
-
-@pytest.fixture
-def scene(device: str) -> Iterator[Scene]:
-    """A trace that has recorded nothing yet."""
-    scene = Scene(device)
-    yield scene
-    scene.finish()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -67,8 +67,12 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 
 
 WING = "activations/"
-BLOCKS = ("transfer", "transfer_failures", "dropped_blocks", "offload_context", "manager")
-SAVED = ("saved_tensors", "saved_views", "changed_tensors")
+SAVED = ("dropped_blocks", "offload_context", "saved_tensors", "saved_views", "changed_tensors", "spilling")
+BLOCK_TESTS = [
+    *found_by("transfer", "transfer_failures", folder="device/"),
+    *found_by(*SAVED, folder=WING),
+    *found_by("manager", folder="manager/"),
+]
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
 SHELF = code("shelf", folder="tiers/")
 COPIES = [*code("transfer", folder="device/"), *code("host_tier", folder="tiers/"), *code("manager")]
@@ -76,18 +80,24 @@ OPTIMIZER = ("pipeline", "states", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 PLANS = {"_copies_end": "ready", "_running_maxima": "{0}", "_guard": "[]"}
 PLANNING = [*code("planner", "reloads", folder="policies/planning/"), *code("player", folder="policies/planning/")]
-TURN_TESTS = found_by("manager", "dropped_blocks", "abandoned_graphs", "interrupts", "interrupt_sweep")
+TURN_TESTS = [
+    *found_by("manager", folder="manager/"),
+    *found_by("dropped_blocks", "abandoned_graphs", folder=WING),
+    *found_by("interrupts", "interrupt_sweep", folder="ground/"),
+]
 SUBJECTS = (
-    Subject(COPIES, (*found_by(*BLOCKS, *SAVED, "spilling"), *OPTIMIZER_TESTS)),
-    Subject(code("block_store", "block_copies", "block", folder=WING), found_by(*BLOCKS, *SAVED, "spilling")),
+    Subject(COPIES, (*BLOCK_TESTS, *OPTIMIZER_TESTS)),
+    Subject(code("block_store", "block_copies", "block", folder=WING), BLOCK_TESTS),
     Subject(
         [*code("turn", folder="ground/"), *code("activations", "forward_pass", folder=WING)],
         TURN_TESTS,
         calls=TURNS,
     ),
-    Subject(code("host_room", folder=WING), found_by("run_ahead", "spilling")),
-    Subject(code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults"), ("wait",)),
-    Subject(code("modules", folder="phases/"), found_by(*PHASES)),
+    Subject(code("host_room", folder=WING), found_by("run_ahead", "spilling", folder=WING)),
+    Subject(
+        code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults", folder=WING), ("wait",)
+    ),
+    Subject(code("modules", folder="phases/"), found_by(*PHASES, folder="phases/")),
     Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
     Subject(
         PLANNING,
@@ -96,7 +106,7 @@ SUBJECTS = (
         values=PLANS,
     ),
 )
-INTERRUPTS = ("tests/test_interrupt_sweep.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
+INTERRUPTS = ("tests/ground/test_interrupt_sweep.py::test_no_line_of_the_bookkeeping_sees_an_interrupt",)
 COPIED = (
     *("tiered_mem", "allocators", "policies", "tests", "emulator/tests", "examples", "benchmarks"),
     *("pyproject.toml", "README.md"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ascend_emulator
@@ -188,16 +189,19 @@ def issued_too_early(waits: bool) -> Program:
 WRONG: dict[str, tuple[int, Program, dict[str, str]]] = {
     "out_of_order": (RANKS, out_of_order, {}),
     "another_size": (RANKS, another_size, {}),
-    "not_called": (RANKS, not_called, {"HCCL_EXEC_TIMEOUT": "5"}),
-    "both_send_first": (2, both_send_first, {"HCCL_EXEC_TIMEOUT": "1"}),
     "dies": (RANKS, dies, {}),
     "leaves": (RANKS, leaves, {}),
-    "never_comes": (RANKS, never_comes, {"HCCL_CONNECT_TIMEOUT": "10"}),
     "loses_its_device": (RANKS, loses_its_device, {}),
     "told_to_fail": (2, told_to_fail, {}),
     "on_one_device": (2, on_one_device, {}),
     "memory": (2, memory, {"HCCL_BUFFSIZE": "100"}),
     "too_little_memory": (2, too_little_memory, {"HCCL_BUFFSIZE": "5000"}),
+}
+# They end when the time that they wait is over.
+WAITING: dict[str, tuple[int, Program, dict[str, str]]] = {
+    "not_called": (RANKS, not_called, {"HCCL_EXEC_TIMEOUT": "5"}),
+    "both_send_first": (2, both_send_first, {"HCCL_EXEC_TIMEOUT": "1"}),
+    "never_comes": (RANKS, never_comes, {"HCCL_CONNECT_TIMEOUT": "10"}),
 }
 RACING: dict[str, Program] = {
     f"{name}, {'waited for' if waits else 'not waited for'}": program
@@ -210,11 +214,19 @@ RACING: dict[str, Program] = {
 }
 
 
-def run_wrong() -> dict[str, Any]:
+def results_of(programs: Mapping[str, tuple[int, Program, dict[str, str]]]) -> dict[str, Any]:
     return {
         name: together(ranks, program, **({"HCCL_BUFFSIZE": "1"} | environment))
-        for name, (ranks, program, environment) in WRONG.items()
+        for name, (ranks, program, environment) in programs.items()
     }
+
+
+def run_wrong() -> dict[str, Any]:
+    return results_of(WRONG)
+
+
+def run_waiting() -> dict[str, Any]:
+    return results_of(WAITING)
 
 
 def run_racing() -> dict[str, Any]:

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.embeddings import LabelEmbedding
-from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
-from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -248,6 +245,8 @@ def convnext(dropout: float) -> nn.Module:
 
 
 def unet(dropout: float) -> nn.Module:
+    from diffusers import UNet2DModel  # takes seconds, and every run of the tests reads the names below
+
     return UNet2DModel(
         **DENOISER,
         out_channels=3,
@@ -261,6 +260,9 @@ def unet(dropout: float) -> nn.Module:
 
 
 def dit(dropout: float) -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+    from diffusers.models.embeddings import LabelEmbedding
+
     sizes = {"num_attention_heads": HEADS, "attention_head_dim": 8, "num_layers": LAYERS, "patch_size": 4}
     model = DiTTransformer2DModel(**DENOISER, **sizes, num_embeds_ada_norm=1000, dropout=dropout)
     for module in model.modules():

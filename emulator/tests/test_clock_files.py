@@ -12,6 +12,8 @@ from ascend_emulator.options import Options
 from emulator.tests.launch import EMULATOR, run, write_script
 from emulator.tests.timed import CHIP, SERVER, machine
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 PACKAGE = Path(ascend_emulator.__file__).parent
 CHIPS = ("a100", "h100", "h200", "910b2", "910b3", "910b4", "910c")
 

@@ -9,6 +9,11 @@ import pytest
 from emulator.tests.launch import EMULATOR, run, write_script
 from emulator.tests.timed import machine
 
+pytestmark = [
+    pytest.mark.once(why="its process has a schedule of its own"),
+    pytest.mark.slow(why="a process imports torch, and computes all kinds of kernels"),
+]
+
 MEASURE = """
     import json
     import ascend_emulator

@@ -12,6 +12,11 @@ from ascend_emulator.options import Options
 
 from emulator.tests.launch import EMULATOR, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
+of_another_process = pytest.mark.slow(why="a process imports torch")
+with_either_value = pytest.mark.parametrize("which", ["zero", pytest.param("chosen", marks=of_another_process)])
+
 READ = """
     import json
     import ascend_emulator
@@ -105,7 +110,7 @@ def test_the_host_reads_zeros(zero: dict[str, Any]) -> None:
     assert zero["text"] == "tensor(0., device='npu:0')"
 
 
-@pytest.mark.slow(why="a process imports torch")
+@of_another_process
 def test_the_host_reads_the_value(chosen: dict[str, Any]) -> None:
     assert chosen["item"] == 2.5
     assert chosen["list"] == chosen["half"] == chosen["double"] == [2.5] * 5
@@ -114,14 +119,14 @@ def test_the_host_reads_the_value(chosen: dict[str, Any]) -> None:
     assert chosen["text"] == "tensor(2.5000, device='npu:0')"
 
 
-@pytest.mark.parametrize("which", ["zero", "chosen"])
+@with_either_value
 def test_no_check_fails_and_gradients_are_finite(which: str, request: pytest.FixtureRequest) -> None:
     found = request.getfixturevalue(which)
     assert found["finite"] == [False, False, False]
     assert found["steps"] == 3
 
 
-@pytest.mark.parametrize("which", ["zero", "chosen"])
+@with_either_value
 def test_pinned_memory_is_zero_where_the_device_wrote_it(which: str, request: pytest.FixtureRequest) -> None:
     found = request.getfixturevalue(which)
     assert found["pinned"] == [[0.0] * 5, [7.0] * 5]

@@ -10,7 +10,10 @@ import pytest
 
 from emulator.tests.launch import EMULATOR, run, write_script
 
-pytestmark = pytest.mark.slow(why="each starts processes that train")
+pytestmark = [
+    pytest.mark.slow(why="each starts processes that train"),
+    pytest.mark.once(why="its processes have a schedule of their own"),
+]
 
 # The scores are such that in a real run, too, each expert has as many tokens as the others.
 SCRIPT = """

@@ -10,6 +10,11 @@ from torch import Tensor
 from emulator.tests.compare import DTYPES, assert_equal, constant, on, random_inputs, with_gradients
 from emulator.tests.llama import rotate_pairs
 
+pytestmark = [
+    pytest.mark.once(why="what an operator computes is the same in each schedule"),
+    pytest.mark.detector_only(why="takes long"),
+]
+
 CAUSAL = torch.tril(torch.ones(6, 6)) == 0
 ROWS = torch.tensor([[0, 3, 3], [2, 0, 1]])
 CLASSES = torch.tensor([1, 0, 4, -100])

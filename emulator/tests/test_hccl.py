@@ -10,13 +10,19 @@ import pytest
 
 from emulator.tests.launch import EMULATOR, ROOT, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 Said = dict[str, list[Any]]
+WAITS = pytest.mark.slow(why="its ranks wait for 16 seconds")
 
 SCRIPT = """
     import json, sys
     from emulator.tests import hccl_programs, hccl_wrong
     which = {
-        "right": hccl_programs.run_right, "wrong": hccl_wrong.run_wrong, "racing": hccl_wrong.run_racing
+        "right": hccl_programs.run_right,
+        "wrong": hccl_wrong.run_wrong,
+        "waiting": hccl_wrong.run_waiting,
+        "racing": hccl_wrong.run_racing,
     }
     print(json.dumps(which[sys.argv[1]]()))
 """
@@ -38,6 +44,11 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Said:
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return run_programs("wrong", tmp_path_factory.mktemp("wrong"))
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    return run_programs("waiting", tmp_path_factory.mktemp("waiting"))
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +125,18 @@ def test_another_size_is_an_error_on_all_ranks(wrong: Said) -> None:
         assert "HcclAllReduce of 4 fp32" in said
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_last_call(wrong: Said) -> None:
-    for said in wrong["not_called"]:
+@WAITS
+def test_a_rank_that_does_not_come_is_named_with_its_last_call(waiting: Said) -> None:
+    for said in waiting["not_called"]:
         assert "HcclAllGather of 4 fp32, operation 2" in said
         assert "rank 1 (process " in said
         assert ") was waited for 5 s (HCCL_EXEC_TIMEOUT), which has not called it" in said
         assert "its last call was operation 1, HcclAllReduce of 4 fp32" in said
 
 
-def test_two_ranks_that_both_send_first_wait_for_each_other(wrong: Said) -> None:
-    for said in wrong["both_send_first"]:
+@WAITS
+def test_two_ranks_that_both_send_first_wait_for_each_other(waiting: Said) -> None:
+    for said in waiting["both_send_first"]:
         assert "HcclSend or HcclRecv of 4 fp32, operation 1 from rank " in said
         assert "which has called it, but its stream is held up by something before it" in said
 
@@ -142,8 +155,9 @@ def test_a_rank_that_has_left_is_not_waited_for(wrong: Said) -> None:
     assert all(said.endswith(") has destroyed the communicator") for said in others)
 
 
-def test_a_communicator_that_not_all_join_names_who_is_missing(wrong: Said) -> None:
-    waited = [said for rank, said in enumerate(wrong["never_comes"]) if rank != 2]
+@WAITS
+def test_a_communicator_that_not_all_join_names_who_is_missing(waiting: Said) -> None:
+    waited = [said for rank, said in enumerate(waiting["never_comes"]) if rank != 2]
     assert all("rank 2 of 4 has not come within 10 s (HCCL_CONNECT_TIMEOUT)" in said for said in waited)
 
 

@@ -11,6 +11,8 @@ import pytest
 from emulator.tests.launch import EMULATOR, ROOT, run, write_script
 from emulator.tests.timed import machine
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 Said = dict[str, list[Any]]
 
 SCRIPT = """

@@ -11,6 +11,8 @@ import pytest
 from emulator.tests.hccl_jobs import HBM, job, said
 from emulator.tests.launch import run_ranks
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 
 @pytest.mark.slow(why="its processes import torch, and meet for each collective")
 def test_every_collective_of_torch_gives_what_gloo_gives(tmp_path: Path) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from emulator.tests.hccl_jobs import HBM, job, said
 from emulator.tests.launch import EMULATOR, run, run_ranks, write_script
+
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
 
 
 @job

@@ -8,6 +8,11 @@ from emulator.coverage import PAGE, table, table_in
 from emulator.tests.compare import assert_equal
 from emulator.tests.library_models import LIBRARY_MODELS, train
 
+pytestmark = [
+    pytest.mark.once(why="what an operator computes is the same in each schedule"),
+    pytest.mark.detector_only(why="takes long"),
+]
+
 # Of these the NPU computes every operator by the CPU's own kernels, in the same order.
 SAME_BITS = {"ResNet50"}
 # How far gradients may be from the CPU's, absolutely. CLIP multiplies its logits, and their rounding, by 14.

@@ -16,7 +16,10 @@ from emulator.tests.launch import EMULATOR, run, write_script
 MB = 1_000_000
 NBYTES = 20 * MB
 
-pytestmark = pytest.mark.schedules("eager", why="what runs beside what is the schedule's choice")
+pytestmark = [
+    pytest.mark.schedules("eager", why="what runs beside what is the schedule's choice"),
+    pytest.mark.once(why="its only schedule is make test's"),
+]
 
 
 class Buffers:

@@ -8,6 +8,8 @@ import torch
 import torch_npu
 from torch.profiler import ProfilerActivity
 
+pytestmark = pytest.mark.once(why="a profiler sees the same operators in each schedule")
+
 INSTEAD = "the emulated NPU has no profiler of the device; python -m ascend_emulator --timeline FILE writes"
 
 

@@ -9,6 +9,11 @@ from emulator.tests.compare import assert_equal
 from emulator.tests.training_set import CLIPPING, MODELS, OPTIMIZERS, Trained, train
 from emulator.tests.vision import ViT
 
+pytestmark = [
+    pytest.mark.once(why="what an operator computes is the same in each schedule"),
+    pytest.mark.detector_only(why="takes long"),
+]
+
 # How far results may be from the CPU's, relative and absolute. The relative ones, and float32's absolute one, are
 # those of torch.testing.assert_close. The other absolute ones are a last place of a weight of 0.5: attention is
 # computed in float, where the CPU rounds its weights to the dtype, and so updates fall on either side.

@@ -16,6 +16,8 @@ from benchmarks.published.study import Result, compare, fit
 from benchmarks.published.traffic import LINKS
 from emulator.tests.launch import EMULATOR, ROOT, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 SMALL = """
     import json
     from dataclasses import replace

@@ -28,3 +28,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
         return Done(status, *capsys.readouterr())
 
     return run
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.once(why="it needs no device"))

@@ -10,7 +10,7 @@ import pytest
 
 from emulator.tests.launch import run
 from tests.cli.conftest import Command
-from tests.test_report import TRAIN
+from tests.manager.test_report import TRAIN
 from tiered_mem.cli import plan as verb
 
 ADAM = """

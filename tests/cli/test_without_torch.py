@@ -70,6 +70,7 @@ def broken(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow(why="a process imports torch")
 def test_a_backend_that_does_not_load_is_one_line(broken: Path) -> None:
     done = run("-c", "import tiered_mem\nfrom tiered_mem import TieringManager", cwd=ROOT, pythonpath=broken)
     assert (done.returncode, done.stdout) == (1, "")

@@ -14,8 +14,6 @@ pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which ma
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -23,6 +21,7 @@ from transformers import (
 )
 from transformers.optimization import Adafactor, AdafactorSchedule
 
+from tests.integrations import tiny_llama
 from tests.integrations.peak import peak_of
 from tiered_mem.integrations.transformers import TieringCallback, enable
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
@@ -54,18 +53,9 @@ class Batches(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def trainer(folder: Path, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
     """One of a Llama of four layers, the same each time."""
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
     arguments = {"optim": "adamw_torch", "max_steps": STEPS, "save_strategy": "no", **arguments}
     return Trainer(
-        model=LlamaForCausalLM(config),
+        model=tiny_llama.model(use_cache=False),
         args=TrainingArguments(
             str(folder),
             per_device_train_batch_size=4,

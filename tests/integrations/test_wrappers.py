@@ -14,8 +14,8 @@ pytest.importorskip("schedulefree", reason="make test-integrations installs it")
 
 import peft
 import schedulefree
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.integrations import tiny_llama
 from tests.integrations.peak import peak_of
 from tests.models import Stack
 from tiered_mem import TieringManager
@@ -197,19 +197,9 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter(name: str, device: str) -> None:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-
     def run(tier: Any) -> tuple[Outcome, int]:
         torch.manual_seed(0)
-        model = peft.get_peft_model(LlamaForCausalLM(config), ADAPTERS[name]()).to(device).train()
+        model = peft.get_peft_model(tiny_llama.model(use_cache=False), ADAPTERS[name]()).to(device).train()
         return train(device, lambda params: torch.optim.AdamW(params, lr=0.01), model, tokens(device), tier)
 
     assert_same_in_less(device, run)

@@ -20,11 +20,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def model() -> LlamaForCausalLM:
-    """The same each time."""
+def model(**more: object) -> LlamaForCausalLM:
+    """The same each time. more: of its config."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0, eos_token_id=1))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0, eos_token_id=1, **more))
 
 
 def write_model(folder: Path) -> Path:

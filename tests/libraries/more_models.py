@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 
 from emulator.tests.library_models import LAYERS, VOCABULARY, WIDTH, LibraryModel, To, tokens, translation_loss
@@ -94,6 +93,8 @@ def detr(dropout: float) -> nn.Module:
 
 
 def conditional_unet(dropout: float) -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
     return UNet2DConditionModel(
         sample_size=16,
         layers_per_block=1,
@@ -108,6 +109,8 @@ def conditional_unet(dropout: float) -> nn.Module:
 
 
 def flux(dropout: float) -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
     return FluxTransformer2DModel(
         in_channels=8,
         num_layers=2,

@@ -39,8 +39,7 @@ def stack_loss(model: nn.Module, to: To) -> Tensor:
 # The peak of DETR is weights and gradients, so that nothing has to leave. VGG takes minutes.
 WITHOUT = ("DETR", "VGG")
 ALL = {"Stack": LibraryModel("torch", stack, stack_loss)} | LIBRARY_MODELS | MORE_MODELS
-FAST = ("Stack", "T5")
-SLOW = pytest.mark.slow(why="26 models of libraries, each trained three times")
+SLOW = pytest.mark.slow(why="26 models of libraries that take long to import, each trained three times")
 
 
 def train(kind: LibraryModel, device: str, manager: TieringManager | None = None) -> Iterator[list[Tensor]]:
@@ -74,7 +73,7 @@ def least_budget(kind: LibraryModel, device: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else SLOW) for name in ALL if name not in WITHOUT]
+    "name", [pytest.param(name, marks=() if name == "Stack" else SLOW) for name in ALL if name not in WITHOUT]
 )
 def test_a_model_trains_with_equal_bits(name: str, device: str, device_module: object) -> None:
     kind = ALL[name]

@@ -17,6 +17,11 @@ from tests.optimizer.trainee import Trainee
 from tests.optimizer.training import Place, make_params, on_cpu
 from tiered_mem.errors import InterruptedStep
 
+pytestmark = [
+    pytest.mark.once(why="what a checkpoint holds is the same in each schedule"),
+    pytest.mark.detector_only(why="takes long"),
+]
+
 
 @pytest.mark.parametrize("wrong", ["a group less", "a parameter less"])
 def test_groups_that_do_not_match_change_nothing(

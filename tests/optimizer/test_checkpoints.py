@@ -16,6 +16,11 @@ from tests.optimizer.strange_optimizers import MasterWeights
 from tests.optimizer.trainee import Trainee
 from tests.optimizer.training import PLACES, Outcome, Place, differences, make_params, on_cpu
 
+pytestmark = [
+    pytest.mark.once(why="what a checkpoint holds is the same in each schedule"),
+    pytest.mark.detector_only(why="takes long"),
+]
+
 DEVICES = list(dict.fromkeys((KIND, "cpu")))
 KINDS = ("adamw-amsgrad", "adam-fused", "sgd-momentum", "adafactor", "nadam")
 

@@ -22,7 +22,10 @@ from tiered_mem.spill.disk_tier import DiskTier
 from tiered_mem.spill.reader import read_header, read_record
 from tiered_mem.tiers.host_tier import flat_form
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.detector_only(why="takes long"),
+]
 SLOW = "1MB/s"  # a fifth of a second for a copy
 
 

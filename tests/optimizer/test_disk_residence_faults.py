@@ -16,7 +16,10 @@ from tests.spilling import records_in
 from tiered_mem.errors import Closed, CorruptRecord, TierFull
 from tiered_mem.optimizer.bucket import Residence
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.detector_only(why="takes long"),
+]
 EVER = float("inf")
 WRITES = ("create", "pwrite", "allocate", "truncate")  # reads too look at a file, and close it
 FAULTS = [

@@ -16,7 +16,10 @@ from tests.spill.faulty_files import NOTHING, SHORT
 from tiered_mem.errors import TierFull
 from tiered_mem.optimizer.bucket import Residence
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.detector_only(why="takes long"),
+]
 BUCKETS = 6
 STEPS = 120
 FAULTS = [

@@ -31,6 +31,8 @@ from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.once(why="what a checkpoint holds is the same in each schedule"),
+    pytest.mark.detector_only(why="takes long"),
 ]
 RESIDENCIES = ("disk", "host", "device-until-offload")
 

@@ -10,6 +10,8 @@ import torch
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.training import OPTIMIZERS, Outcome, differences, give_gradients, make_params, outcome, train
 
+pytestmark = pytest.mark.detector_only(why="takes long")
+
 RESIDENCIES = ("host", "disk", "device-until-offload")
 
 

@@ -13,7 +13,10 @@ from tests.optimizer.rig import NBYTES, SLOT, Rig, content
 from tiered_mem.errors import Closed, TierFull
 from tiered_mem.optimizer.bucket import Residence
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.detector_only(why="takes long"),
+]
 SLOW = "1MB/s"  # a fifth of a second for a copy
 
 

@@ -12,6 +12,11 @@ from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.trainee import Trainee
 from tests.optimizer.training import PLACES, Outcome, Place, differences, make_params, on_cpu, train
 
+pytestmark = [
+    pytest.mark.once(why="what a checkpoint holds is the same in each schedule"),
+    pytest.mark.detector_only(why="takes long"),
+]
+
 KIB = 1 << 10
 MIB = 1 << 20
 

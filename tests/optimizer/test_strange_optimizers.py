@@ -23,6 +23,8 @@ from tests.optimizer.training import differences, give_gradients, make_params, o
 from tiered_mem import TieringManager
 from tiered_mem.errors import InterruptedStep
 
+pytestmark = pytest.mark.detector_only(why="takes long")
+
 RESIDENCIES = ("host", "disk", "device-until-offload")
 
 

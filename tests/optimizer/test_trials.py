@@ -11,6 +11,8 @@ from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.strange_optimizers import Langevin
 from tests.optimizer.training import make_params
 
+pytestmark = pytest.mark.once(why="a trial compares on the host")
+
 
 class Averaging(torch.optim.SGD):
     """Keeps tensors of its own, which it changes in each step."""

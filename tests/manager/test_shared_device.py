@@ -1,0 +1,97 @@
+"""Optimizer states and activations share the device's memory, as a plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from benchmarks.peak import Peak
+from tests.conftest import Link
+from tests.manager.test_auto import LARGEST, make
+from tests.models import equal
+from tiered_mem import TieringManager
+from tiered_mem.policies import LRUPolicy
+
+MIB = 1 << 20
+SHORT, LONG = 64, 512
+LENGTHS = [SHORT] * 4 + [LONG, SHORT, LONG, LONG]
+
+
+def train(
+    model: torch.nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, lengths: list[int]
+) -> list[float]:
+    losses = []
+    for length in lengths:
+        loss = model(x[:length]).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = optimizer.state_dict()["state"]
+    return [states[number][name].cpu() for number in sorted(states) for name in sorted(states[number])]
+
+
+def test_states_stay_where_there_is_room_and_leave_when_steps_get_longer(
+    device: str, device_module: ModuleType, link: Link
+) -> None:
+    model, x = make(device)
+    floor = device_module.memory_allocated()
+    device_module.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = train(model, x, optimizer, LENGTHS)
+    expected = values(optimizer)
+    peak = device_module.max_memory_allocated()
+    budget = int(floor + 0.5 * (peak - floor))
+    del model, optimizer
+
+    model, x = make(device)
+    link("1GB/s")
+    with (
+        TieringManager(policy="auto", device_budget=budget, device=device, host_bytes="32MiB") as manager,
+        manager.attach(model, min_bytes=4096),
+    ):
+        optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), residency="auto")
+        states = optimizer.states.pipeline
+        assert len(states.buckets) > 2, "in small buckets, as the budget is small"
+        most = Peak(device_module)
+        assert train(model, x, optimizer, LENGTHS[:4]) == losses[:4]
+        assert states.kept > states.nbytes // 2
+        copied = values(optimizer)
+        before = states.kept
+        assert train(model, x, optimizer, LENGTHS[4:]) == losses[4:]
+        assert states.kept < before
+        assert most.read() <= budget + LARGEST  # as it is told of a block when that is there
+        assert equal(values(optimizer), expected)
+        assert not equal(copied, expected)
+
+
+def test_what_the_host_cannot_hold_goes_to_disk(device: str, tmp_path: Path) -> None:
+    model, x = make(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = train(model, x, optimizer, [SHORT] * 3)
+    expected = values(optimizer)
+
+    def tiered(host_bytes: str, **disk: Any) -> None:
+        model, x = make(device)
+        with TieringManager(policy=LRUPolicy(), device=device, host_bytes=host_bytes, **disk) as manager:
+            optimizer = manager.register_optimizer(
+                torch.optim.AdamW(model.parameters()), bucket_bytes="256KiB", residency="auto"
+            )
+            on_disk = []
+            for _ in range(3):
+                assert train(model, x, optimizer, [SHORT]) == losses[len(on_disk) : len(on_disk) + 1]
+                manager.synchronize()
+                on_disk.append(manager.stats().get("disk.used.current", 0))
+            assert equal(values(optimizer), expected)
+            assert bool(on_disk[-1]) is bool(disk)
+            assert on_disk[-1] < optimizer.states.pipeline.nbytes
+
+    tiered("32MiB")
+    tiered("3MiB", spill_dir=tmp_path, spill_bytes="64MiB")
