@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import INTERRUPTS, SUBJECTS
+
 pytestmark = pytest.mark.once(why="it needs no device")
 
 ROOT = Path(__file__).parents[2]
@@ -46,3 +48,8 @@ def test_the_tests_that_a_document_names_are_there(document: Path) -> None:
     assert sorted(path for path in paths if not any(ROOT.glob(path))) == []
     names = set(re.findall(r"\btest_\w+\.py\b", text))
     assert sorted(names - {path.name for folder in TESTS for path in folder.rglob("test_*.py")}) == []
+
+
+def test_the_tests_that_have_to_find_mutants_are_there() -> None:
+    files = {test.partition("::")[0] for test in (*INTERRUPTS, *(test for each in SUBJECTS for test in each.tests))}
+    assert sorted(file for file in files if not (ROOT / file).is_file()) == []
