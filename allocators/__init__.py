@@ -4,8 +4,7 @@ from .acl import AclError, AclPinnedMemory, AclRegistrar, AclRuntime
 from .base import ALIGNMENT, DirectMemory, HostMemory, HostPool, OutOfHostMemory, PoolStats, Region, round_up
 from .cuda import CudaError, CudaPinnedMemory, CudaRegistrar
 from .pages import LockedMemory, PageableMemory, node_of_pci
-from .registered import RegisteredMemory, Registrar
-from .runtime import cannot_pin
+from .runtime import RegisteredMemory, Registrar, cannot_pin
 from .slab import SlabPool
 
 __all__ = [

@@ -32,10 +32,9 @@ from .base import (
 from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
 from .planned import PlannedPolicy
-from .planning.bound import BudgetTooSmall
-from .planning.link import Link
+from .planning.disk_and_states import StatesShare
+from .planning.plan import BudgetTooSmall, Link
 from .planning.report import Report
-from .planning.share import StatesShare
 from .synchronization_dict import SynchronizationDictPolicy
 
 __all__ = [

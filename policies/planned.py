@@ -33,13 +33,11 @@ from .base import (
     Used,
 )
 from .places import Places
-from .planning.bound import BudgetTooSmall
-from .planning.link import Link
-from .planning.overruns import Overrun, OverrunCause, Overruns
+from .planning.disk_and_states import StatesShare
+from .planning.plan import BudgetTooSmall, Link
 from .planning.player import Ease, Player
 from .planning.repertoire import Repertoire
-from .planning.report import Account, Report
-from .planning.share import StatesShare
+from .planning.report import Account, Overrun, OverrunCause, Overruns, Report
 from .planning.step import StepUnderWay
 
 # Steps from one that is timed to the next, at least, for the same kind of step; and where nothing has to move.

@@ -79,7 +79,7 @@ COPIES = [*code("transfer", folder="device/"), *code("host_tier", folder="tiers/
 OPTIMIZER = ("pipeline", "states", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
 PLANS = {"_copies_end": "ready", "_running_maxima": "{0}", "_guard": "[]"}
-PLANNING = [*code("planner", "reloads", folder="policies/planning/"), *code("player", folder="policies/planning/")]
+PLANNING = [*code("planner", "copies", folder="policies/planning/"), *code("player", folder="policies/planning/")]
 TURN_TESTS = [
     *found_by("manager", folder="manager/"),
     *found_by("dropped_blocks", "abandoned_graphs", folder=WING),

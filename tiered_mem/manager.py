@@ -25,7 +25,7 @@ from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
 from .activations.step_watch import StepWatch
 from .allocators.base import HostPool
-from .automatic import PolicyChoice
+from .choose_policy import PolicyChoice
 from .device.device import Device
 from .device.peak import DevicePeak
 from .device.transfer import TransferEngine

@@ -13,9 +13,8 @@ import torch
 from benchmarks.peak import Peak
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy, Policy
-from tiered_mem.policies.planning.bound import floor, least_seconds
-from tiered_mem.policies.planning.link import Link
-from tiered_mem.policies.planning.table import Table
+from tiered_mem.policies.planning.plan import Link, floor, least_seconds
+from tiered_mem.policies.planning.repertoire import Table
 
 from .loads import alike, fullest
 from .megatron import MegatronPolicy

@@ -16,11 +16,10 @@ from tiered_mem.policies.base import (
     StepMeasured,
     Used,
 )
-from tiered_mem.policies.planning.names import StepNames
 from tiered_mem.policies.planning.profile import Profile
-from tiered_mem.policies.planning.recording import Recording
+from tiered_mem.policies.planning.recording import Recording, StepNames
+from tiered_mem.policies.planning.repertoire import Table
 from tiered_mem.policies.planning.step import StepUnderWay
-from tiered_mem.policies.planning.table import Table
 
 _UNTOLD = (Memory, StepMeasured, Refused, StepBegin, StepEnd)
 

@@ -1,8 +1,6 @@
 """Plans which blocks leave the device in a step, and when, from what one step did. No torch and no device."""
 
-from .bound import BudgetTooSmall
-from .link import Link
-from .plan import Cause, Plan, PlannedStall
+from .plan import BudgetTooSmall, Cause, Link, Plan, PlannedStall
 from .planner import plan
 from .profile import Profile
 

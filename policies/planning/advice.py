@@ -1,22 +1,17 @@
-"""What would make a step wait less, in words and numbers."""
+"""What a plan means for people: where it waits, what a step needs, and what would help."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ...sizes import format_bytes, format_seconds
-from .bound import BudgetTooSmall
-from .link import Link
-from .names import Name
-from .needs import explained
-from .plan import DiskPlan, Plan
-from .planner import plan
+from .disk_and_states import StatesShare, states_to_keep
+from .plan import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall
+from .planner import least_memory, plan
 from .profile import Profile
-from .repertoire import least_memory
-from .share import StatesShare, states_to_keep
-from .stalls import layer_times, layers_named
+from .recording import Name, spoken
 
 # Of the step's compute time: so much waiting is none.
 _NONE = 0.005
@@ -184,3 +179,247 @@ def checkpointed(
         used=[used[b] for b in keep],
         **{name: [getattr(profile, name)[b] for b in keep] for name in _KEPT if getattr(profile, name)},
     )
+
+
+_FORWARD, _BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class LayerStall:
+    """Compute waits for copies while a layer's forward or backward runs, or before the first layer (None).
+
+    graph: the number of the forward in its step, from 0. seconds: as planned. measured: seconds, or None where
+    they were not measured. why: what the longest of the planned waits is for, and why that is late; empty where
+    none is planned.
+    """
+
+    graph: int
+    layer: int | None
+    backward: bool
+    seconds: float
+    measured: float | None
+    why: str
+
+    def __str__(self) -> str:
+        where = "before the first layer"
+        if self.layer is not None:
+            where = f"{_BACKWARD if self.backward else _FORWARD} of layer {self.layer}"
+            where += f" of graph {self.graph}" if self.graph else ""
+        measured = "" if self.measured is None else f"{format_seconds(self.measured)} measured"
+        if not self.why:
+            return f"{where}: {measured}, not planned"
+        return f"{where}: {format_seconds(self.seconds)}{measured and f' ({measured})'}; {self.why}"
+
+
+_Place = tuple[int, int | None, bool]
+
+
+class Stalls:
+    """Says of a plan for a step where it waits and why.
+
+    names, blocks: of the step's positions and blocks.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, names: Sequence[Name], blocks: Sequence[Name], link: Link):
+        self._profile = profile
+        self._plan = plan
+        self._blocks = blocks
+        self._link = link
+        self._places = _places(names)
+        self._clock = profile.clock
+        self._out = sorted(plan.release)
+        self._back = sorted(plan.reload, key=lambda b: (plan.reload[b], profile.used[b]))
+        self._late: list[float] = []  # before each stall
+        late = 0.0
+        for stall in plan.stalls:
+            self._late.append(late)
+            late += stall.seconds
+
+    def by_layer(self, waits: Sequence[float] = (), names: Sequence[Name] = ()) -> tuple[LayerStall, ...]:
+        """The longest first.
+
+        waits: measured seconds at the last positions of a step with these names; empty is not measured.
+        """
+        found: dict[_Place, LayerStall] = {}
+        longest: dict[_Place, int] = {}
+        stalls = self._plan.stalls
+        for i, stall in enumerate(stalls):
+            place = self._places[stall.position]
+            before = found.get(place) or LayerStall(*place, 0.0, 0.0 if waits else None, "")
+            found[place] = replace(before, seconds=before.seconds + stall.seconds)
+            if place not in longest or stall.seconds > stalls[longest[place]].seconds:
+                longest[place] = i
+        for place, wait in zip(_places(names)[len(names) - len(waits) :], waits, strict=True):
+            if wait > 0:
+                before = found.get(place) or LayerStall(*place, 0.0, 0.0, "")
+                found[place] = replace(before, measured=(before.measured or 0.0) + wait)
+        told = [replace(each, why=self._why(longest[at]) if at in longest else "") for at, each in found.items()]
+        return tuple(sorted(told, key=lambda each: max(each.seconds, each.measured or 0.0), reverse=True))
+
+    def _why(self, i: int) -> str:
+        """What a stall waits for, and why that has not ended."""
+        stall = self._plan.stalls[i]
+        b = stall.block
+        end = self._clock[stall.position] + self._late[i] + stall.seconds
+        if stall.cause is Cause.RELEASE:
+            what = f"the release of {self._named([b])} waits for its copy out"
+            issued = self._at(self._profile.saved[b])
+            queue, rate = self._out, self._link.out
+        else:
+            what = f"waits for the reload of {self._named([b])}"
+            issued = self._at(self._plan.reload[b], reloads=True)
+            queue, rate = self._back, self._link.back
+        begun = end - self._seconds(b, rate)
+        before = self._in_front(queue, queue.index(b), begun - issued, rate)
+        if before:
+            return f"{what}: the link is busy with {self._named(before)} before it"
+        earlier = end - stall.seconds - issued
+        if stall.cause is Cause.RELEASE:
+            return f"{what}: it was saved only {format_seconds(earlier)} before"
+        if earlier <= 0:
+            return f"{what}: there is no room for it before its use"
+        return f"{what}: there is room for it only {format_seconds(earlier)} before its use"
+
+    def _at(self, position: int, *, reloads: bool = False) -> float:
+        """When a position comes, with the stalls before it; for reloads, with what is released there as well."""
+        late = 0.0
+        for stall in self._plan.stalls:
+            if stall.position < position or (reloads and self._released(stall, position)):
+                late += stall.seconds
+        return self._clock[position] + late
+
+    @staticmethod
+    def _released(stall: PlannedStall, position: int) -> bool:
+        return stall.position == position and stall.cause is Cause.RELEASE
+
+    def _in_front(self, queue: Sequence[int], place: int, seconds: float, rate: float) -> list[int]:
+        """The copies that keep a queue busy for so long before the one at a place; none for less than its own time.
+
+        A copy that shares the link with the other direction takes longer than it should, up to that much.
+        """
+        own = self._seconds(queue[place], rate)
+        if seconds <= own * max(0.1, 1 / self._link.both - 1):
+            return []
+        found: list[int] = []
+        for b in reversed(queue[:place]):
+            found.append(b)
+            seconds -= self._seconds(b, rate)
+            if seconds <= 0.05 * own:
+                break
+        return found
+
+    def _seconds(self, b: int, rate: float) -> float:
+        return self._profile.nbytes[b] / rate + self._link.latency
+
+    def _named(self, blocks: Iterable[int]) -> str:
+        """Such as "36.0 MiB of layers 4 to 6"."""
+        blocks = list(blocks)
+        nbytes = sum(self._profile.nbytes[b] for b in blocks)
+        return f"{format_bytes(nbytes)} of {layers_named(self._blocks[b][1] for b in blocks)}"
+
+
+def layers_named(numbers: Iterable[int]) -> str:
+    """Such as "layer 4" and "layers 4 to 6"."""
+    first, last = min(found := set(numbers)), max(found)
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
+
+
+def _places(names: Sequence[Name]) -> list[_Place]:
+    """Of each position the graph, and the layer that began last."""
+    place: _Place = (0, None, False)
+    found = []
+    for name in names:
+        if name[0] in (_FORWARD, _BACKWARD):
+            place = (name[1], name[2], name[0] == _BACKWARD)
+        found.append(place)
+    return found
+
+
+def layer_times(profile: Profile, names: Sequence[Name]) -> dict[tuple[int, int], tuple[int, float]]:
+    """Of each graph's layers the position at which the forward ends, and its seconds."""
+    begun: dict[tuple[int, int], int] = {}
+    found = {}
+    clock = profile.clock
+    for k, name in enumerate(names):
+        if name[0] == _FORWARD:
+            begun[name[1], name[2]] = k
+        elif name[0] == "end" and (first := begun.get((name[1], name[2]))) is not None:
+            found[name[1], name[2]] = (k, clock[k] - clock[first])
+    return found
+
+
+def explained(
+    error: BudgetTooSmall, profile: Profile, names: Sequence[Name], states: StatesShare | None = None
+) -> BudgetTooSmall:
+    """The same error in the words of the step, and with what would help, the largest part first.
+
+    states: of the optimizers that are registered, where that is known.
+    """
+    end = len(names)
+    k = next((k for k in range(error.position, end) if profile.unmovable[k] >= error.unmovable), error.position)
+    standing = profile.standing[k] if profile.standing else 0
+    before = min(standing, profile.standing[0] if profile.standing else 0)
+    passing = error.unmovable - standing
+    in_use = error.floor - error.unmovable
+    over = error.floor - error.budget
+    if all(used <= k for used in profile.used):
+        where = "what follows the backward, as a rule the optimizer's step"
+        step = f"the optimizer step takes {format_bytes(error.floor)}"
+        helps = [(error.floor, f"{step}: {_of_the_step(states)}")]
+    else:
+        where = spoken(names[k])
+        helps = [
+            (passing + in_use, f"smaller microbatches: {format_bytes(passing + in_use)} are for this alone"),
+        ]
+        if states is None or not states.registered:
+            helps.append(
+                (before, "register the optimizer, so that its states are on the host (register_optimizer)")
+            )
+        layers, less = _checkpointed(profile, names, k, over)
+        if layers:
+            helps.append((standing - before, f"checkpoint {layers}: {format_bytes(less)} less, or lower min_bytes"))
+    parts = (
+        f"{where}, {format_bytes(before)} are from before the step, {format_bytes(standing - before)} have come in "
+        f"it and cannot leave, {format_bytes(passing)} come and go, and {format_bytes(in_use)} are saved and in use"
+    )
+    told = [text for part, text in sorted(helps, reverse=True) if part > 0]
+    return BudgetTooSmall(error.budget, error.floor, error.position, error.unmovable, parts, told)
+
+
+def _of_the_step(states: StatesShare | None) -> str:
+    if states is None or not states.registered:
+        return "register the optimizer, with small bucket_bytes"
+    if states.at_once:
+        return "register it with separable=True, if it steps each parameter by itself, and with small bucket_bytes"
+    return "register the optimizer with smaller bucket_bytes"
+
+
+def _checkpointed(profile: Profile, names: Sequence[Name], k: int, over: int) -> tuple[str, int]:
+    """The last layers that have kept so many bytes at a position, or all that have any, and their bytes.
+
+    What a layer keeps beside its blocks is too small for one, or cannot leave. A checkpoint does not save it.
+    """
+    if not profile.standing:
+        return "", 0
+    begun: dict[tuple[int, int], int] = {}
+    kept: dict[tuple[int, int], int] = {}
+    for name, bytes_now in zip(names[: k + 1], profile.standing, strict=False):
+        match name:
+            case "forward", graph, layer, _:
+                begun.setdefault((graph, layer), bytes_now)
+            case "end", graph, layer, _ if (graph, layer) in begun:
+                kept[graph, layer] = bytes_now - begun[graph, layer]
+            case "backward", graph, layer, _:
+                kept.pop((graph, layer), None)
+    chosen: set[int] = set()
+    less = 0
+    for (_, layer), nbytes in sorted(kept.items(), key=lambda item: item[0][1], reverse=True):
+        if less >= over and layer not in chosen:
+            break
+        if nbytes > 0:
+            chosen.add(layer)
+            less += nbytes
+    if not chosen:
+        return "", 0
+    first, last = min(chosen), max(chosen)
+    return f"layer {last}" if first == last else f"layers {first} to {last}", less

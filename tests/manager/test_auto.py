@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.peak import Peak
 from tests.conftest import Link
 from tiered_mem import TieringManager
-from tiered_mem.automatic import PolicyChoice
+from tiered_mem.choose_policy import PolicyChoice
 from tiered_mem.device.device import Device
 from tiered_mem.policies import LayerOrderPolicy, LRUPolicy
 from tiered_mem.policies.planning import BudgetTooSmall

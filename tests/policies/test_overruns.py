@@ -13,7 +13,7 @@ from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Compute, Use, budget_between, profile
 from tests.policies.simulated.strange_steps import twice
 from tiered_mem.policies import PlannedPolicy
-from tiered_mem.policies.planning.overruns import Overrun, OverrunCause, Overruns
+from tiered_mem.policies.planning.report import Overrun, OverrunCause, Overruns
 
 OVERRUN = Overrun(7, 120 * MIB, 100 * MIB, OverrunCause.NOTHING, 5 * MIB, {"in tensors below min_bytes": 64 * MIB})
 

@@ -43,7 +43,7 @@ from tiered_mem.policies import (
     Used,
 )
 from tiered_mem.policies.planning import BudgetTooSmall, Link, plan
-from tiered_mem.policies.planning.bound import floor
+from tiered_mem.policies.planning.plan import floor
 
 
 def moved(outcome: Outcome) -> list[str]:

@@ -12,10 +12,9 @@ from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import LINK
 from tests.policies.test_planner import layers
 from tiered_mem.policies.planning import Link, Profile, plan
-from tiered_mem.policies.planning.advice import Adviser, checkpointed
-from tiered_mem.policies.planning.disk import plan_disk
-from tiered_mem.policies.planning.names import Name
-from tiered_mem.policies.planning.stalls import LayerStall, Stalls
+from tiered_mem.policies.planning.advice import Adviser, LayerStall, Stalls, checkpointed
+from tiered_mem.policies.planning.disk_and_states import plan_disk
+from tiered_mem.policies.planning.recording import Name
 from tiered_mem.sizes import format_seconds
 
 SECOND = Link(2.0, 2.0, latency=0.0)

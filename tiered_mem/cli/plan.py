@@ -22,13 +22,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..choose_policy import MOST, VARIABLE
 from ..policies import StatesShare
 from ..policies.planning import BudgetTooSmall, Link, Profile, plan
-from ..policies.planning.advice import moved
-from ..policies.planning.bound import floor
-from ..policies.planning.needs import explained
-from ..policies.planning.share import states_to_keep
-from ..rehearsal import MOST, VARIABLE
+from ..policies.planning.advice import explained, moved
+from ..policies.planning.disk_and_states import states_to_keep
+from ..policies.planning.plan import floor
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json
 

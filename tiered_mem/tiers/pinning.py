@@ -14,8 +14,7 @@ from ..allocators.acl import AclPinnedMemory, AclRegistrar, AclRuntime
 from ..allocators.base import DirectMemory, HostMemory, HostPool, OutOfHostMemory, Region, round_up
 from ..allocators.cuda import CudaError, CudaPinnedMemory, CudaRegistrar
 from ..allocators.pages import LockedMemory, PageableMemory, node_of_pci
-from ..allocators.registered import RegisteredMemory
-from ..allocators.runtime import RuntimeRegistrar, cannot_pin
+from ..allocators.runtime import RegisteredMemory, RuntimeRegistrar, cannot_pin
 from ..allocators.slab import SlabPool
 from ..device.device import Device
 from ..errors import PinningFailed

@@ -1,25 +1,125 @@
-"""A training that is run for a few steps, only to be planned: what `tiered-mem plan` starts."""
+"""Which policy a manager has: the user's own, one by its name, or the one that is made for the device."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .device.device import Device
+from .errors import TierFull
+from .ground.arguments import number, with_methods
 from .policies import (
     Action,
     BudgetTooSmall,
     Event,
+    LayerOrderPolicy,
     Link,
     PlannedPolicy,
+    Policy,
     StepBegin,
     StepEnd,
     StepMeasured,
+    policy_by_name,
 )
-from .sizes import format_bytes
+from .policies.base import Adapted
+from .sizes import format_bytes, parse_bytes
+from .spill.lower_tier import LowerTier
+from .tiers.measure import measured_link, measured_tier
+from .tiers.pinning import pinned_slab
+
+_log = logging.getLogger("tiered_mem.choose_policy")
+
+# Of the device's memory, for what lies in torch's pool in pieces that nobody can use; until a step was recorded.
+_FRAGMENTS = 0.04
+# torch's pool gives a tensor up to 1 MiB more than it asks for, and not the same each time. Of a budget that a user
+# names so much is for that, as policies do not hear of it before the next event.
+_ROUNDED = 4 << 20
+# Of the device's memory, what policy="lru" keeps there.
+_LRU = 0.25
+# A link of 50 GB/s takes a third of a millisecond for this, a hundred times its latency.
+_MEASURED_BYTES = 16 << 20
+# What goes to the tier below the host to measure it: less where that is small.
+_TIER_BYTES = 32 << 20
+
+
+class PolicyChoice:
+    """What a user says of the policy. Arguments and errors are those of TieringManager."""
+
+    def __init__(self, policy: Policy | str, device_budget: int | str | None, slowdown: float | None) -> None:
+        self._policy = policy
+        self._device_budget = None if device_budget is None else parse_bytes(device_budget, "device_budget")
+        self._slowdown = None if slowdown is None else number("slowdown", slowdown, at_least=0)
+        if policy != "auto":
+            if (device_budget, slowdown) != (None, None):
+                raise ValueError("device_budget and slowdown are for policy='auto'")
+            with_methods(
+                "policy", policy_by_name(policy) if isinstance(policy, str) else policy, ("check", "decide")
+            )
+
+    def on(self, device: Device, host_bytes: int | None, disk: LowerTier | None = None) -> Policy:
+        """The policy for a device and so much host memory. For "auto" the link is measured, and the drive."""
+        usable, total = device.usable_and_total()
+        if not isinstance(self._policy, str):
+            return self._policy if isinstance(self._policy, Policy) else Adapted(self._policy)
+        if self._policy != "auto":
+            return policy_by_name(self._policy, device_bytes=int(_LRU * total) or None)
+        if total:
+            return self._planned(device, usable, total, host_bytes, disk)
+        said = (self._device_budget, self._slowdown) != (None, None)
+        _log.log(
+            logging.WARNING if said else logging.INFO,
+            "%s counts no memory that could be planned for: policy='layer-order'%s",
+            *(device.kind, ", without the device_budget and slowdown that are given" if said else ""),
+        )
+        return LayerOrderPolicy()
+
+    def _planned(
+        self, device: Device, usable: int, total: int, host_bytes: int | None, disk: LowerTier | None
+    ) -> Policy:
+        rehearsal = Wish.of_environment()
+        asked = self._device_budget if rehearsal is None else rehearsal.budget
+        budget = usable if asked is None else asked
+        if budget > total:
+            raise ValueError(
+                f"device_budget is {format_bytes(budget)}, and the device has {format_bytes(total)}, of which this "
+                f"process can use {format_bytes(usable)}: give at most that, or no device_budget"
+            )
+        with pinned_slab(device, 2 * _MEASURED_BYTES) as (_, on_host):
+            link = measured_link(device, on_host, rounds=3)
+        _log.info(
+            "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
+            *(format_bytes(budget), link.out / 1e9, link.back / 1e9, 100 * link.both),
+        )
+        make = PlannedPolicy if rehearsal is None else partial(Rehearsal, rehearsal, device.synchronize)
+        return make(
+            budget,
+            replace(link, drive=None if disk is None else _drive(disk)),
+            fragments=int(_FRAGMENTS * total) if asked is None else None,
+            slowdown=self._slowdown,
+            host_bytes=host_bytes,
+            margin=0 if asked is None else min(_ROUNDED, budget // 16),
+        )
+
+
+def _drive(disk: LowerTier) -> Link | None:
+    """None, with a warning, where it cannot be measured."""
+    try:
+        drive = measured_tier(disk, min(_TIER_BYTES, disk.stats().capacity // 8))
+    except (TierFull, OSError) as error:
+        _log.warning("what goes to disk is not planned, but decided when the host is full: %s", error)
+        return None
+    _log.info(
+        "the drive writes %.1f GB/s and reads %.1f GB/s, and %.0f %% of these together; it answers in %.0f us",
+        *(drive.out / 1e9, drive.back / 1e9, 100 * drive.both, 1e6 * drive.latency),
+    )
+    return drive
+
 
 # In the environment: a number of steps, the bytes of the budget, and the file to write, with colons between.
 VARIABLE = "TIERED_MEM_REHEARSAL"
