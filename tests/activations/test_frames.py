@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,11 +13,21 @@ import torch._dynamo  # as whoever makes an optimizer
 
 from tiered_mem import TieringManager
 from tiered_mem.activations.forward_pass import ForwardPass
-from tiered_mem.policies import LayerOrderPolicy
+from tiered_mem.policies import (
+    LayerOrderPolicy,
+    Link,
+    LRUPolicy,
+    PlannedPolicy,
+    Policy,
+    SynchronizationDictPolicy,
+)
 
 NBYTES = 1 << 16
 TENSORS = 16  # of a layer
 LAYERS = 3
+MIB = 1 << 20
+SAVED = NBYTES * TENSORS * LAYERS
+LINK = Link(4e9, 4e9)
 NOT_COUNTED = (__file__, contextmanager.__code__.co_filename)
 
 
@@ -111,7 +121,28 @@ def test_a_tensor_on_its_own(passing: Pass) -> None:
     assert len(passing.drop.names) <= 5, passing.drop.names
 
 
-def test_a_round_trip(passing: Pass) -> None:
-    """With its share of what is done for a layer."""
-    passing.run()
-    assert len(passing.frames.names) <= 36 * TENSORS * LAYERS
+SCHEDULE = {0: (True, 2, False, 0), 1: (True, 2, False, 1)}
+MEASURED = pytest.mark.schedules("eager", why="a planned step needs the times of one before it, which end late")
+MOST: dict[str, tuple[Callable[[int], Policy], float]] = {
+    "layer order": (lambda given: LayerOrderPolicy(in_flight=1), 36),
+    "layer order, nothing leaves": (lambda given: LayerOrderPolicy(0), 29),
+    "by dictionary": (lambda given: SynchronizationDictPolicy(SCHEDULE), 37),
+    "lru": (lambda given: LRUPolicy(SAVED // 3), 111),
+    "auto, nothing leaves": (lambda given: PlannedPolicy(given + 4 * SAVED, LINK), 45),
+    "auto, half leaves": (lambda given: PlannedPolicy(given + MIB + SAVED // 2, LINK), 130),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MEASURED) if "auto" in n else n for n in MOST])
+def test_a_round_trip(name: str, device: str) -> None:
+    """With its share of what is done for a layer, in a step like those before it."""
+    make, most = MOST[name]
+    given = torch.accelerator.memory_allocated() if device != "cpu" else 0
+    with TieringManager(policy=make(given), device=device, host_bytes="16MiB") as manager:
+        for _ in range(6):
+            Pass(manager).run()
+        passing = Pass(manager)
+        passing.run()
+        assert len(passing.frames.names) <= most * TENSORS * LAYERS
+        moved = manager.stats()["offloaded.blocks.total"]
+        assert (moved == 0) == ("nothing" in name)
