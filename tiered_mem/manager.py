@@ -37,7 +37,9 @@ from .ground.turn import Turn
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, PlannedPolicy, Policy, Report
+from .policies.base import Action, Policy
+from .policies.planned import PlannedPolicy
+from .policies.planning.report import Report
 from .report import flatten, plan_report, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import chosen_tier

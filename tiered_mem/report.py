@@ -9,8 +9,10 @@ from .activations.block import Block
 from .activations.movable import WORDS
 from .allocators.base import PoolStats
 from .ground.stats import REASONS, Counters, Moved, Stats
-from .policies import PlannedPolicy, Policy, Report
+from .policies.base import Policy
 from .policies.places import Place
+from .policies.planned import PlannedPolicy
+from .policies.planning.report import Report
 from .sizes import format_bytes
 from .spill.lower_tier import TierStats
 

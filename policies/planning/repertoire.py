@@ -11,8 +11,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from ..base import Action, Fetch, Offload, Release, Reload, Spill
-from .advice import explained
-from .disk_and_states import StatesShare, plan_disk, states_to_keep
+from .disk_and_states import StatesShare, explained, plan_disk, states_to_keep
 from .plan import BudgetTooSmall, DiskPlan, Link, Plan
 from .planner import least_memory, plan
 from .profile import Profile

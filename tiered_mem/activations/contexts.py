@@ -12,7 +12,8 @@ from ..device.device import Device
 from ..ground.arguments import instance, items, whole_number, yes_or_no
 from ..ground.interrupts import Interrupts
 from ..ground.stats import Counters
-from ..policies import ManualPolicy, PlannedPolicy, Policy
+from ..policies.base import ManualPolicy, Policy
+from ..policies.planned import PlannedPolicy
 from ..sizes import format_bytes, parse_bytes
 from .activations import Activations
 from .attachment import Attachment, Followed, is_attached

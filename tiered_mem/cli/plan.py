@@ -25,8 +25,8 @@ from typing import Any
 from ..choose_policy import MOST, VARIABLE
 from ..policies import StatesShare
 from ..policies.planning import BudgetTooSmall, Link, Profile, plan
-from ..policies.planning.advice import explained, moved
-from ..policies.planning.disk_and_states import states_to_keep
+from ..policies.planning.advice import moved
+from ..policies.planning.disk_and_states import explained, states_to_keep
 from ..policies.planning.plan import floor
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json
