@@ -87,9 +87,9 @@ TURN_TESTS = [
 ]
 SUBJECTS = (
     Subject(COPIES, (*BLOCK_TESTS, *OPTIMIZER_TESTS)),
-    Subject(code("block_store", "block_copies", "block", folder=WING), BLOCK_TESTS),
+    Subject(code("store", "block_copies", "block", folder=WING), BLOCK_TESTS),
     Subject(
-        [*code("turn", folder="ground/"), *code("activations", "forward_pass", folder=WING)],
+        [*code("turn", folder="ground/"), *code("driver", "hooks", folder=WING)],
         TURN_TESTS,
         calls=TURNS,
     ),

@@ -14,16 +14,16 @@ from typing import NoReturn, SupportsIndex
 
 import torch
 
-from .activations.activations import Activations, advice
 from .activations.attachment import Attachment
 from .activations.block_copies import BlockCopies
-from .activations.block_store import BlockStore
 from .activations.contexts import Contexts
+from .activations.driver import Activations, advice
 from .activations.host_room import HostRoom
 from .activations.layer_context import LayerContext
 from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
 from .activations.step_watch import StepWatch
+from .activations.store import BlockStore
 from .allocators.base import HostPool
 from .automatic import PolicyChoice
 from .device.device import Device

@@ -26,7 +26,7 @@ HARMLESS = {
     "by_layer.py": ["__init__"],
     "contexts.py": ["<genexpr>", "<listcomp>", "movable", "of_layers", "of_loop"],
     "device.py": ["<setcomp>", "check_some_here", "owns"],
-    "forward_pass.py": ["load"],
+    "hooks.py": ["load"],
     "layer_context.py": ["<lambda>", "__init__", "restart", "sync"],
     "layer_order.py": ["__init__", "check"],
     "layout.py": ["params_of"],

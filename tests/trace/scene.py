@@ -12,7 +12,7 @@ import torch
 from tiered_mem.device.device import Device, Event, Stream
 from tiered_mem.trace.figures import Figures
 from tiered_mem.trace.recorder import Trace
-from tiered_mem.trace.timeline import Direction
+from tiered_mem.trace.records import Direction
 
 MIB = 1 << 20
 SLOW = "40MB/s"

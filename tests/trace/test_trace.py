@@ -19,7 +19,7 @@ from tiered_mem.device.device import Device
 from tiered_mem.policies import LayerOrderPolicy
 from tiered_mem.trace.figures import Figures, Stall, Total, summary_rows
 from tiered_mem.trace.recorder import Trace
-from tiered_mem.trace.timeline import Direction
+from tiered_mem.trace.records import Direction
 
 
 @pytest.mark.parametrize("direction", ["offload", "reload"])

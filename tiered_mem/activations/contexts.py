@@ -14,11 +14,11 @@ from ..ground.interrupts import Interrupts
 from ..ground.stats import Counters
 from ..policies import ManualPolicy, PlannedPolicy, Policy
 from ..sizes import format_bytes, parse_bytes
-from .activations import Activations
 from .attachment import Attachment, Followed, is_attached
+from .driver import Activations
 from .layer_context import LayerContext, LayerSequence
+from .layers import repeated_blocks
 from .model_forwards import ModelForwards
-from .model_layers import repeated_blocks
 from .movable import Movable, Stayed
 from .offload_context import OffloadContext
 

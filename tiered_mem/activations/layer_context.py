@@ -9,8 +9,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..ground.interrupts import uninterrupted
-from .activations import Activations
-from .forward_pass import ForwardPass
+from .driver import Activations
+from .hooks import ForwardPass
 from .movable import Movable
 
 

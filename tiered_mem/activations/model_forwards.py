@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import _symbolic_trace
 
-from .activations import Activations
-from .forward_pass import ForwardPass, drop_ended_hooks
+from .driver import Activations
+from .hooks import ForwardPass, drop_ended_hooks
 from .layer_calls import LayerCalls
 from .movable import Movable
 from .saved_hooks import is_checkpoint

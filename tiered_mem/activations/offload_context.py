@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from ..ground.interrupts import uninterrupted
-from .activations import Activations
 from .copies import HookOwner, end_apart, keep_apart
-from .forward_pass import ForwardPass
+from .driver import Activations
+from .hooks import ForwardPass
 from .layer_calls import LayerCalls
 from .movable import Movable
 from .saved_hooks import untraced

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 
 import torch
 
-from ..activations.forward_pass import ForwardPass
+from ..activations.hooks import ForwardPass
 from ..activations.layer_context import LayerSequence
 from ..ground.interrupts import uninterrupted
 from ..manager import TieringManager

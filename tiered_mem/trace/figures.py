@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..sizes import format_bytes, format_seconds
-from .timeline import layer_name
+from .records import layer_name
 
 
 @dataclass(frozen=True, slots=True)

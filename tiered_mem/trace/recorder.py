@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..device.device import Device, Event, Stream
 from ..device.transfer import CopyGroup, Direction
 from .figures import Figures, Stall, Total
-from .timeline import (
+from .records import (
     Copy,
     FileKind,
     FileMove,

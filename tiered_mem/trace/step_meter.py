@@ -9,7 +9,7 @@ from ..device.device import Device
 from ..device.transfer import Direction, TransferEngine
 from ..policies.base import StepMeasured
 from .recorder import Trace
-from .timeline import Copy, Mark, TraceRecord, Wait
+from .records import Copy, Mark, TraceRecord, Wait
 
 _MOST_PENDING = 1_000_000  # nobody waits for a measurement
 

@@ -14,8 +14,8 @@ from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
 from ..policies.base import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks
-from .activations import Activations
 from .block import Block, Origin, View, origin_of
+from .driver import Activations
 from .movable import Movable, has_storage
 from .saved_hooks import is_method_of, never_traced, owner_of, refuse_rivals, saving_hook
 

@@ -37,10 +37,10 @@ from ..policies.base import (
 from ..policies.places import Place
 from ..trace.recorder import Trace
 from .block import Block, View
-from .block_store import BlockStore
 from .movable import Stayed
 from .spiller import Spiller
 from .step_watch import StepWatch
+from .store import BlockStore
 from .traced_layers import TracedLayers
 
 
