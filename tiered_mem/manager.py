@@ -45,8 +45,7 @@ from .spill.lower_tier import LowerTier
 from .tiers.host_budget import HostBytes
 from .tiers.host_tier import HostTier
 from .tiers.pinning import host_tier
-from .trace.figures import summary_rows
-from .trace.recorder import Trace
+from .trace.recorder import Trace, summary_rows
 
 _log = logging.getLogger("tiered_mem.manager")
 

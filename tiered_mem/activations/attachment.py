@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..ground.interrupts import uninterrupted
 from .copies import HookOwner, end_apart, has_hooks, keep_apart
+from .hooks import only_inlined, untraced_later
 from .layers import parts_around
-from .saved_hooks import only_inlined, untraced_later
 
 _log = logging.getLogger("tiered_mem.activations")
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .saved_hooks import is_method_of
+from .hooks import is_method_of
 
 M = TypeVar("M", bound=torch.nn.Module)
 

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .saved_hooks import is_checkpoint, refuse_rivals
+from .hooks import is_checkpoint, refuse_rivals
 
 
 class Forward(Protocol):

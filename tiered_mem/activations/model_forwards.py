@@ -13,10 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import _symbolic_trace
 
 from .driver import Activations
-from .hooks import ForwardPass, drop_ended_hooks
+from .hooks import ForwardPass, drop_ended_hooks, is_checkpoint
 from .layer_calls import LayerCalls
 from .movable import Movable
-from .saved_hooks import is_checkpoint
 
 _CALL = torch.nn.Module._call_impl.__code__
 

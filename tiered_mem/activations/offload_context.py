@@ -14,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from ..ground.interrupts import uninterrupted
 from .copies import HookOwner, end_apart, keep_apart
 from .driver import Activations
-from .hooks import ForwardPass
+from .hooks import ForwardPass, untraced
 from .layer_calls import LayerCalls
 from .movable import Movable
-from .saved_hooks import untraced
 
 
 class OffloadContext(contextlib.ContextDecorator):

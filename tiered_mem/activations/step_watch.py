@@ -29,8 +29,7 @@ from ..policies.base import (
     StepMeasured,
     Used,
 )
-from ..trace.recorder import Trace
-from ..trace.step_meter import StepMeter
+from ..trace.recorder import StepMeter, Trace
 from .block import Block, SavedBlocks, held_by_others
 from .movable import WORDS
 
