@@ -15,10 +15,8 @@ from typing import NoReturn, SupportsIndex
 import torch
 
 from .activations.attachment import Attachment
-from .activations.block_copies import BlockCopies
 from .activations.contexts import Contexts
 from .activations.driver import Activations, advice
-from .activations.host_room import HostRoom
 from .activations.layer_context import LayerContext
 from .activations.offload_context import OffloadContext
 from .activations.spiller import Spiller
@@ -137,10 +135,16 @@ class TieringManager:
             self._engine = TransferEngine(self.device, stream, self._trace)
             self._counters = Counters()
             spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
-            ask, planned = partial(advice, self._policy), partial(getattr, self._policy, "plans_spills")
-            room = HostRoom(self._host, spiller, ask, planned, self._counters, self._trace)
-            copies = BlockCopies(self._host, self._engine, self._counters)
-            self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
+            self._store = BlockStore(
+                self.device,
+                self._host,
+                self._engine,
+                self._counters,
+                advise=partial(advice, self._policy),
+                planned=partial(getattr, self._policy, "plans_spills"),
+                spiller=spiller,
+                trace=self._trace,
+            )
             self._turn = Turn(self._store.drop, self._interrupts)
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
             share = self._policy.states if isinstance(self._policy, PlannedPolicy) else None
