@@ -15,12 +15,9 @@ from typing import NoReturn, SupportsIndex
 import torch
 
 from .activations.attachment import Attachment
-from .activations.contexts import Contexts
-from .activations.driver import Activations, advice
-from .activations.layer_context import LayerContext
-from .activations.offload_context import OffloadContext
+from .activations.contexts import Contexts, LayerContext, OffloadContext
+from .activations.driver import Activations, StepWatch, advice
 from .activations.spiller import Spiller
-from .activations.step_watch import StepWatch
 from .activations.store import BlockStore
 from .allocators.base import HostPool
 from .automatic import PolicyChoice

@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from itertools import chain
 from types import FunctionType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -104,6 +103,17 @@ class ForwardPass:
         return len(self.keys)
 
     @property
+    def blocks(self) -> list[int]:
+        """The keys of those that it has saved so far."""
+        return [key for layer in self.keys for key in layer]
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has saved blocks, and none of them is needed any more."""
+        blocks = self.blocks
+        return bool(blocks) and not self._activations.any_alive(blocks)
+
+    @property
     def saves_here(self) -> bool:
         """Whether what this thread saves now comes here."""
         return owner_of(saving_hook()) is self
@@ -163,7 +173,7 @@ class ForwardPass:
         self._strays = {}
         self._weights = frozenset()
         self._activations.notify(ForwardEnd(self.graph))
-        moved = self._activations.count_stayed(chain.from_iterable(self.keys), self._movable.stayed)
+        moved = self._activations.count_stayed(self.blocks, self._movable.stayed)
         broken_off = early or self._activations.closed
         self._movable.stayed.forward_ends(
             None if broken_off else moved, layers=len(self.keys), elsewhere=self.elsewhere
