@@ -8,7 +8,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from types import TracebackType
 from typing import NoReturn, SupportsIndex
 
@@ -16,7 +15,7 @@ import torch
 
 from .activations.attachment import Attachment
 from .activations.contexts import Contexts, LayerContext, OffloadContext
-from .activations.driver import Activations, StepWatch, advice
+from .activations.driver import Activations, StepWatch
 from .activations.spiller import Spiller
 from .activations.store import BlockStore
 from .allocators.base import HostPool
@@ -136,9 +135,8 @@ class TieringManager:
                 self.device,
                 self._host,
                 self._engine,
+                self._policy,
                 self._counters,
-                advise=partial(advice, self._policy),
-                planned=partial(getattr, self._policy, "plans_spills"),
                 spiller=spiller,
                 trace=self._trace,
             )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from numbers import Integral
-from operator import attrgetter
 from typing import Any, get_args
 
 import torch
@@ -13,7 +11,7 @@ import torch
 from ..device.device import Device
 from ..device.peak import DevicePeak
 from ..device.transfer import TransferEngine
-from ..errors import Closed, PolicyError
+from ..errors import Closed
 from ..ground.interrupts import uninterrupted
 from ..ground.stats import Counters, Reason
 from ..ground.turn import Turn
@@ -53,7 +51,7 @@ from ..trace.recorder import StepMeter, Trace
 from .block import Block, SavedBlocks, View, held_by_others
 from .movable import WORDS, Stayed
 from .spiller import Spiller
-from .store import BlockStore
+from .store import BlockStore, checked
 
 # A program that lets no graph go has a step that never ends, and whoever records it would record for ever.
 _MOST_EVENTS = 200_000
@@ -426,34 +424,5 @@ class TracedLayers:
             self._trace.backward_ends()
 
 
-_key = attrgetter("key")
-_ACTIONS = frozenset(get_args(Action))
-_INT = frozenset({int})
 # A step is measured for who asks for it, and that is told though nobody asks any more.
 _ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
-
-
-def checked(policy: Policy, answer: object) -> Sequence[Action]:
-    """What a policy has answered; None is nothing. Raises PolicyError where that is no sequence of actions."""
-    if answer is None:
-        return ()
-    if type(answer) is Each and answer.kind in _ACTIONS and _INT.issuperset(map(type, answer.keys)):
-        return answer
-    name = policy.name
-    if not isinstance(answer, Iterable):
-        raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
-    actions = list(answer)
-    # Each block that moves comes through here three times: what is right is seen without a loop in Python.
-    if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
-        return actions
-    for action in actions:
-        if type(action) not in _ACTIONS:
-            raise PolicyError(f"{name} answered {action!r}, which is not an action")
-        if type(action.key) is not int and not isinstance(action.key, Integral):
-            raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")
-    return actions
-
-
-def advice(policy: Policy, nbytes: int) -> Sequence[Action]:
-    """What a policy lets go down to disk, so that so many bytes of host memory come free. Raises PolicyError."""
-    return checked(policy, policy.decide(HostPressure(nbytes)))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from operator import attrgetter
+from typing import get_args
 
 import torch
 
 from ..device.device import Device, Stream
 from ..device.transfer import Ticket, TransferEngine
-from ..errors import Closed, TierFull, changed_tensor
+from ..errors import Closed, PolicyError, TierFull, changed_tensor
 from ..ground.stats import Counters, Moved
-from ..policies.base import Action, Release, Spill
+from ..policies.base import Action, Each, HostPressure, Policy, Release, Spill
 from ..policies.places import ON_DEVICE, Place
 from ..tiers.host_tier import Form, HostSlot, HostTier, groups
 from ..trace.recorder import Trace
@@ -25,18 +28,14 @@ _log = logging.getLogger("tiered_mem.activations")
 # The share of the host tier above which blocks go down to disk, so that what comes next finds room.
 _HIGH_WATER = 0.75
 
-# Asked with a number of bytes of host memory; answers which blocks may go down to disk. Other actions than Release
-# and Spill are passed over.
-Advise = Callable[[int], Iterable[Action]]
-
 
 class BlockStore:
     """Does what a policy advises, as far as the place of each block allows it. One thread at a time.
 
     Blocks whose copy could not be started are where they were.
 
-    advise, planned: what may go down to disk, and whether the policy has planned that. It is asked then only when
-        nothing is on its way that makes room, and not before the host tier is full.
+    policy: says what may go down to disk. Where it has planned that, it is asked only when nothing is on its way
+        that makes room, and not before the host tier is full.
     spiller: None where there is no disk tier. Then all room comes from slots that are on their way back.
     blocks: those that exist.
     """
@@ -46,10 +45,9 @@ class BlockStore:
         device: Device,
         host: HostTier,
         engine: TransferEngine,
+        policy: Policy,
         counters: Counters,
         *,
-        advise: Advise,
-        planned: Callable[[], bool],
         spiller: Spiller | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -57,9 +55,8 @@ class BlockStore:
         self._current_stream = device.current_stream
         self._host = host
         self._engine = engine
+        self._policy = policy
         self._counters = counters
-        self._advise = advise
-        self._planned = planned
         self._spiller = spiller
         self._trace = trace
         self.blocks = SavedBlocks(device)
@@ -116,7 +113,7 @@ class BlockStore:
                 self._host.release(slot, None)
             self._moves.clear()
         self.release(due)
-        if self._spiller is not None and not self._planned():
+        if self._spiller is not None and not self._policy.plans_spills:
             stats = self._host.pool_stats()
             if stats.capacity is not None and (above := stats.used - int(_HIGH_WATER * stats.capacity)) > 0:
                 self._relieve(above, self._spiller)
@@ -277,7 +274,7 @@ class BlockStore:
 
         The same advice again, or about a block that does not exist, is none.
         """
-        if self._planned() and (self._host.waits or spiller.busy):
+        if self._policy.plans_spills and (self._host.waits or spiller.busy):
             return
         missing = nbytes - spiller.going_down
         if missing > 0 and spiller.accepting:
@@ -285,7 +282,7 @@ class BlockStore:
         blocks = self.blocks.by_key
         told: set[Action] = set()
         while (missing := nbytes - spiller.going_down) > 0 and spiller.accepting:
-            advice = dict.fromkeys(self._advise(missing))
+            advice = dict.fromkeys(checked(self._policy, self._policy.decide(HostPressure(missing))))
             new = [action for action in advice if action not in told and action.key in blocks]
             if not new:
                 return
@@ -411,3 +408,29 @@ class BlockStore:
         by_span = self.blocks.by_span
         if by_span.get(block.span) is block:
             del by_span[block.span]
+
+
+_key = attrgetter("key")
+_ACTIONS = frozenset(get_args(Action))
+_INT = frozenset({int})
+
+
+def checked(policy: Policy, answer: object) -> Sequence[Action]:
+    """What a policy has answered; None is nothing. Raises PolicyError where that is no sequence of actions."""
+    if answer is None:
+        return ()
+    if type(answer) is Each and answer.kind in _ACTIONS and _INT.issuperset(map(type, answer.keys)):
+        return answer
+    name = policy.name
+    if not isinstance(answer, Iterable):
+        raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
+    actions = list(answer)
+    # Each block that moves comes through here three times: what is right is seen without a loop in Python.
+    if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
+        return actions
+    for action in actions:
+        if type(action) not in _ACTIONS:
+            raise PolicyError(f"{name} answered {action!r}, which is not an action")
+        if type(action.key) is not int and not isinstance(action.key, Integral):
+            raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")
+    return actions
