@@ -67,10 +67,10 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 
 
 WING = "activations/"
-SAVED = ("dropped_blocks", "offload_context", "saved_tensors", "saved_views", "changed_tensors", "spilling")
+SAVED = ("dropped_blocks", "offload_context", "saved_tensors", "saved_views", "changed_tensors")
 BLOCK_TESTS = [
     *found_by("transfer", "transfer_failures", folder="device/"),
-    *found_by(*SAVED, folder=WING),
+    *found_by(*SAVED, "run_ahead", "spilling", folder=WING),
     *found_by("manager", folder="manager/"),
 ]
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
@@ -87,13 +87,12 @@ TURN_TESTS = [
 ]
 SUBJECTS = (
     Subject(COPIES, (*BLOCK_TESTS, *OPTIMIZER_TESTS)),
-    Subject(code("block_store", "block_copies", "block", folder=WING), BLOCK_TESTS),
+    Subject(code("store", "block", folder=WING), BLOCK_TESTS),
     Subject(
-        [*code("turn", folder="ground/"), *code("activations", "forward_pass", folder=WING)],
+        [*code("turn", folder="ground/"), *code("driver", "hooks", folder=WING)],
         TURN_TESTS,
         calls=TURNS,
     ),
-    Subject(code("host_room", folder=WING), found_by("run_ahead", "spilling", folder=WING)),
     Subject(
         code("spiller", folder=WING), found_by("spilling", "lru_policy", "spill_faults", folder=WING), ("wait",)
     ),

@@ -29,7 +29,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from . import optim
-    from .activations.offload_context import OffloadContext
+    from .activations.contexts import OffloadContext
     from .block_context import async_save_on_cpu
     from .configuration import configure, default_manager
     from .manager import TieringManager
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "OffloadContext": ".activations.offload_context",
+    "OffloadContext": ".activations.contexts",
     "TieringManager": ".manager",
     "async_save_on_cpu": ".block_context",
     "configure": ".configuration",

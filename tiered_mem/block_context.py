@@ -10,8 +10,7 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .activations.forward_pass import ForwardPass, Saved, keep
-from .activations.saved_hooks import untraced
+from .activations.hooks import ForwardPass, Saved, keep, untraced
 from .configuration import default_manager
 from .manager import TieringManager
 

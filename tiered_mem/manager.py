@@ -8,22 +8,16 @@ import os
 import time
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from types import TracebackType
 from typing import NoReturn, SupportsIndex
 
 import torch
 
-from .activations.activations import Activations, advice
 from .activations.attachment import Attachment
-from .activations.block_copies import BlockCopies
-from .activations.block_store import BlockStore
-from .activations.contexts import Contexts
-from .activations.host_room import HostRoom
-from .activations.layer_context import LayerContext
-from .activations.offload_context import OffloadContext
+from .activations.contexts import Contexts, LayerContext, OffloadContext
+from .activations.driver import Activations, StepWatch
 from .activations.spiller import Spiller
-from .activations.step_watch import StepWatch
+from .activations.store import BlockStore
 from .allocators.base import HostPool
 from .choose_policy import PolicyChoice
 from .device.device import Device
@@ -47,8 +41,7 @@ from .spill.lower_tier import LowerTier
 from .tiers.host_budget import HostBytes
 from .tiers.host_tier import HostTier
 from .tiers.pinning import host_tier
-from .trace.figures import summary_rows
-from .trace.recorder import Trace
+from .trace.recorder import Trace, summary_rows
 
 _log = logging.getLogger("tiered_mem.manager")
 
@@ -140,10 +133,15 @@ class TieringManager:
             self._engine = TransferEngine(self.device, stream, self._trace)
             self._counters = Counters()
             spiller = None if self._disk is None else Spiller(self._host, self._disk, self._counters)
-            ask, planned = partial(advice, self._policy), partial(getattr, self._policy, "plans_spills")
-            room = HostRoom(self._host, spiller, ask, planned, self._counters, self._trace)
-            copies = BlockCopies(self._host, self._engine, self._counters)
-            self._store = BlockStore(self.device, self._host, copies, self._counters, room, spiller)
+            self._store = BlockStore(
+                self.device,
+                self._host,
+                self._engine,
+                self._policy,
+                self._counters,
+                spiller=spiller,
+                trace=self._trace,
+            )
             self._turn = Turn(self._store.drop, self._interrupts)
             self._phases = ModulePhases(self.device, self._host, self._engine, self._store.reserve)
             share = self._policy.states if isinstance(self._policy, PlannedPolicy) else None

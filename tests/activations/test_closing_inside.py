@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.models import backward, equal, small_stack
 from tiered_mem import TieringManager
-from tiered_mem.activations.saved_hooks import saving_hook
+from tiered_mem.activations.hooks import saving_hook
 from tiered_mem.errors import Closed
 
 

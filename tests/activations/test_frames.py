@@ -12,7 +12,7 @@ import torch
 import torch._dynamo  # as whoever makes an optimizer
 
 from tiered_mem import TieringManager
-from tiered_mem.activations.forward_pass import ForwardPass
+from tiered_mem.activations.hooks import ForwardPass
 from tiered_mem.policies import (
     LayerOrderPolicy,
     Link,

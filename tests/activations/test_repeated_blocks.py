@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from tiered_mem.activations.model_layers import repeated_blocks
+from tiered_mem.activations.layers import repeated_blocks
 
 
 def linears(count: int, width: int = 4) -> list[nn.Module]:

@@ -274,7 +274,7 @@ def test_a_reload_that_finds_the_device_full_is_told(device: str, device_module:
 
 
 def test_a_program_that_keeps_its_graphs_has_steps_that_end(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_mem.activations.step_watch._MOST_EVENTS", 50)
+    monkeypatch.setattr("tiered_mem.activations.driver._MOST_EVENTS", 50)
     model, x = stack(3, device)
     policy = Listening(2, {StepBegin, StepEnd})
     with TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager:

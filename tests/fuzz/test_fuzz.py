@@ -16,7 +16,7 @@ from tests.fuzz.processes import Processes
 from tests.fuzz.scenario import SCENARIOS
 from tests.fuzz.verdict import FINDING, RIGHT, Verdict, judge
 from tiered_mem.activations.block import Block, View
-from tiered_mem.activations.block_store import BlockStore
+from tiered_mem.activations.store import BlockStore
 from tiered_mem.device.transfer import Ticket, TransferEngine
 
 pytestmark = [

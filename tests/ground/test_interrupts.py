@@ -18,7 +18,7 @@ from tests.conftest import RACES
 from tests.ground.interrupted import SIGNAL, Interrupt, spilling_manager, train
 from tests.models import Stack, eventually, is_empty, small_stack
 from tiered_mem import TieringManager
-from tiered_mem.activations.forward_pass import SavedTensor
+from tiered_mem.activations.hooks import SavedTensor
 from tiered_mem.errors import Closed, Reentered
 from tiered_mem.ground.interrupts import HeldBack, Interrupts, uninterrupted
 from tiered_mem.policies import Action, Event, LayerOrderPolicy, Offload

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from tiered_mem.device.device import Device, Event, Stream
-from tiered_mem.trace.figures import Figures
-from tiered_mem.trace.recorder import Trace
-from tiered_mem.trace.timeline import Direction
+from tiered_mem.trace.recorder import Figures, Trace
+from tiered_mem.trace.records import Direction
 
 MIB = 1 << 20
 SLOW = "40MB/s"

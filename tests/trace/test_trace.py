@@ -17,9 +17,8 @@ from tests.trace.scene import MIB, SLOW, SLOW_BYTES_PER_S, Scene, events_in, on_
 from tiered_mem import TieringManager
 from tiered_mem.device.device import Device
 from tiered_mem.policies import LayerOrderPolicy
-from tiered_mem.trace.figures import Figures, Stall, Total, summary_rows
-from tiered_mem.trace.recorder import Trace
-from tiered_mem.trace.timeline import Direction
+from tiered_mem.trace.recorder import Figures, Stall, Total, Trace, summary_rows
+from tiered_mem.trace.records import Direction
 
 
 @pytest.mark.parametrize("direction", ["offload", "reload"])

@@ -13,7 +13,7 @@ from tests.spilling import Training
 from tests.trace.scene import MIB, SLOW, Events, Scene, end, events_in, on_track
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
-from tiered_mem.trace.figures import Figures, Total, summary_rows
+from tiered_mem.trace.recorder import Figures, Total, summary_rows
 
 
 def tracks(events: Events) -> list[str]:

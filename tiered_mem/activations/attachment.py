@@ -1,25 +1,37 @@
-"""Attached models: the calls of their layers are followed wherever they come from."""
+"""Attached models: the calls of their layers are followed wherever they come from, and copies have no hooks."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Protocol
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import _symbolic_trace
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ..ground.interrupts import uninterrupted
-from .copies import HookOwner, end_apart, has_hooks, keep_apart
-from .model_layers import parts_around
-from .saved_hooks import only_inlined, untraced_later
+from .driver import Activations
+from .hooks import ForwardPass, drop_ended_hooks, is_checkpoint, is_method_of, only_inlined, untraced_later
+from .layers import LayerCalls, parts_around
+from .movable import Movable
 
 _log = logging.getLogger("tiered_mem.activations")
+
+M = TypeVar("M", bound=Module)
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_CALL = Module._call_impl.__code__
 
 
 class Attachment:
@@ -41,16 +53,11 @@ class Attachment:
         self.remove()
 
 
-class Forwards(Protocol):
-    """The forwards of a model on one thread, found by the calls of its modules."""
+class HookOwner:
+    """Our hooks on modules are methods of one of these."""
 
-    @property
-    def under_way(self) -> bool: ...
-    def begin_around(self, module: Module) -> None: ...
-    def end_around(self, module: Module) -> None: ...
-    def begin_layer(self, module: Module, inputs: Iterable[object]) -> bool: ...
-    def end_layer(self, module: Module, output: object) -> None: ...
-    def end(self, *, early: bool = False) -> None: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookOwner:
+        return self  # it follows nobody's copy: a module may be copied by code of its own, with the hooks
 
 
 class Followed(HookOwner):
@@ -62,14 +69,14 @@ class Followed(HookOwner):
     """
 
     def __init__(
-        self, model: Module, layers: Sequence[Module], make_forwards: Callable[[Module], Forwards]
+        self, model: Module, layers: Sequence[Module], make_forwards: Callable[[Module], ModelForwards]
     ) -> None:
         self._name = type(model).__name__
         self._make_forwards = partial(_of_living, weakref.ref(model), make_forwards)
         self._active = True
         self._seen = self._told = False
         self._of_thread = threading.local()
-        self._all: list[weakref.ref[Forwards]] = []
+        self._all: list[weakref.ref[ModelForwards]] = []
         self._forwards()  # what is wrong with them shows now
         self._modules: dict[int, weakref.ref[Module]] = {}
         self._marks: list[RemovableHandle] = []
@@ -174,8 +181,8 @@ class Followed(HookOwner):
         known = self._modules.get(id(module))
         return known is not None and known() is module
 
-    def _forwards(self) -> Forwards:
-        forwards: Forwards | None = getattr(self._of_thread, "forwards", None)
+    def _forwards(self) -> ModelForwards:
+        forwards: ModelForwards | None = getattr(self._of_thread, "forwards", None)
         if forwards is None:
             forwards = self._of_thread.forwards = self._make_forwards()
             self._all = [each for each in self._all if each() is not None] + [weakref.ref(forwards)]
@@ -192,6 +199,150 @@ class Followed(HookOwner):
                 end_apart(module)
 
 
+class ModelForwards:
+    """One after the other, on one thread.
+
+    A forward is one call of the model, or of a part of it that has layers inside, whichever is outermost. Layers
+    that are called in another way, as by a method of the model's, make a forward too: a loose one. It ends with as
+    many calls as there are layers, after an exception, where its backward begins, and before a layer begins if that
+    is its first one, or if nothing of it is alive any more. What is saved between its layers is not its own.
+
+    num_layers: how many layers there are. A forward is expected to have as many calls of them as the last one.
+    """
+
+    def __init__(self, activations: Activations, movable: Movable, num_layers: int) -> None:
+        self._activations = activations
+        self._movable = movable
+        self._num_layers = self._expected = num_layers
+        self._calls: LayerCalls | None = None  # of the forward that is not known to have ended
+        self._loose = False
+        self._hooks: saved_tensors_hooks | None = None
+        self._call: weakref.ref[Module] | None = None  # what runs: the outermost part, or a loose layer
+        self._deeper = 0  # calls of the outermost part inside of itself
+        self._first: weakref.ref[Module] | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a call is, the end of which matters."""
+        return self._call is not None
+
+    def begin_around(self, module: Module) -> None:
+        """A part of the model begins that has layers inside."""
+        if self._call is not None:
+            if self._goes_on(self._call, module):
+                self._deeper += self._call() is module
+                return
+            self.end(early=True)
+        self.end()
+        if self._may_begin():
+            self._begin(module, loose=False)
+
+    def end_around(self, module: Module) -> None:
+        """It has ended."""
+        if self._loose or self._call is None or self._call() is not module:
+            return
+        if self._deeper:
+            self._deeper -= 1
+        else:
+            self.end()
+
+    def begin_layer(self, module: Module, inputs: Iterable[object]) -> bool:
+        """A layer begins. Whether it is part of a forward. Raises ValueError inside of another offloader."""
+        again = self._first is not None and self._first() is module
+        if again and self._call is not None and not self._goes_on(self._call, module):
+            self.end(early=True)
+        if self._call is None:
+            if not self._may_begin() or is_checkpoint():
+                return False
+            self._end_before(again)
+            self._begin(module, loose=True)
+        if self._calls is None:
+            return False
+        if self._first is None:
+            self._first = weakref.ref(module)
+        try:
+            self._calls.begin(module, inputs)
+        except BaseException:
+            if self._loose:
+                self.end(early=True)
+            raise
+        return True
+
+    def end_layer(self, module: Module, output: object) -> None:
+        """A layer has ended. Without an output it has failed."""
+        if self._calls is None:
+            return
+        self._calls.end(module, output)
+        if self._loose and not self._calls.running:
+            self._leave()
+            if output is None or 1 < self._num_layers <= self._calls.forward.layers:
+                self.end(early=output is None)
+
+    def end(self, *, early: bool = False) -> None:
+        """No more is part of the forward that is open, if there is one. early: it was broken off."""
+        calls = self._calls
+        if calls is None:
+            return
+        self._leave()
+        self._calls = self._first = None
+        if not early and calls.forward.layers:
+            # How many calls there are shows only afterwards: the next forward is expected to be like this one.
+            self._expected = calls.forward.layers
+        calls.forward.end(early=early)
+
+    def _end_before(self, again: bool) -> None:
+        """A loose forward may have ended since its last layer. again: its first layer is the next."""
+        if self._calls is not None:
+            gone = self._calls.forward.gone
+            if self._calls.forward.ended or gone or (again and self._num_layers > 1):
+                self.end(early=gone)
+
+    def _begin(self, module: Module, *, loose: bool) -> None:
+        """A call begins that a forward lies in, or a loose layer that goes on with one."""
+        drop_ended_hooks()
+        if self._calls is None:
+            forward = ForwardPass(
+                self._activations, self._movable, self._expected, claims_strays=not loose, open_ended=loose
+            )
+            self._calls = LayerCalls(forward)
+            self._loose, self._deeper = loose, 0
+        try:
+            hooks = self._calls.forward.hooks()
+            hooks.__enter__()
+        except BaseException:
+            self.end(early=True)
+            raise
+        self._hooks, self._call = hooks, weakref.ref(module)
+
+    def _leave(self) -> None:
+        hooks, self._hooks, self._call = self._hooks, None, None
+        if hooks is not None and self._calls is not None and self._calls.forward.saves_here:
+            hooks.__exit__()
+
+    def _may_begin(self) -> bool:
+        """Not where a checkpoint computes again, nor in torch.func's transforms, which are left as they are."""
+        return (
+            torch.is_grad_enabled()
+            and not self._activations.closed
+            and torch._C._current_graph_task_id() == -1
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and forward_ad._current_level < 0
+            and not torch._C._is_tracing()
+            and not _symbolic_trace._is_fx_tracing_flag
+            and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        )
+
+    def _goes_on(self, call: weakref.ref[Module], module: Module) -> bool:
+        """Whether a call is still running while another one begins. Ctrl-C ends calls and no hook hears of it."""
+        running, times = call(), 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals.get("self") is running:
+                times += 1
+            frame = frame.f_back
+        return times > (running is module)
+
+
 def is_attached(module: Module) -> bool:
     """Whether the module has hooks of an attachment."""
     return has_hooks(module, Followed)
@@ -204,8 +355,70 @@ _NOT_SEEN = (
 )
 
 
-def _of_living(model: weakref.ref[Module], make: Callable[[Module], Forwards]) -> Forwards:
+def _of_living(model: weakref.ref[Module], make: Callable[[Module], ModelForwards]) -> ModelForwards:
     alive = model()
     if alive is None:
         raise ReferenceError("the model that was attached does not live any more")
     return make(alive)
+
+
+def keep_apart(module: Module) -> None:
+    """Copies of the module are free of our hooks from now on."""
+    for name, answer in _ANSWERS.items():
+        if name not in vars(module):
+            vars(module)[name] = partial(answer, weakref.ref(module))
+
+
+def end_apart(module: Module) -> None:
+    """Nothing of ours is left on the module, if it has none of our hooks any more."""
+    if not has_hooks(module):
+        for name, answer in _ANSWERS.items():
+            if getattr(vars(module).get(name), "func", None) is answer:
+                del vars(module)[name]
+
+
+def has_hooks(module: Module, owner: type[HookOwner] = HookOwner) -> bool:
+    """Whether the module has hooks that are methods of such an owner."""
+    return any(is_method_of(hook, owner) for name in _HOOKS for hook in vars(module)[name].values())
+
+
+def _reduced(reference: weakref.ref[Module], protocol: Any) -> Any:
+    module = _alive(reference)
+    whole = type(module).__reduce_ex__(module, protocol)
+    if not isinstance(whole, tuple) or len(whole) < 3 or not isinstance(whole[2], dict):
+        return whole
+    return (*whole[:2], _without_ours(module, whole[2]), *whole[3:])
+
+
+def _scriptable(reference: weakref.ref[Module]) -> Module:
+    return _without_hooks(_alive(reference))
+
+
+# Python's name for what copy and pickle ask a module for, and torch's for what torch.jit.script does.
+_ANSWERS: dict[str, Callable[..., Any]] = {"__reduce_ex__": _reduced, "__prepare_scriptable__": _scriptable}
+
+
+def _without_hooks(module: M) -> M:
+    """The module, if neither it nor a module inside has hooks of ours, or one without them that shares all else."""
+    inside = {name: child and _without_hooks(child) for name, child in module._modules.items()}
+    if not has_hooks(module) and all(child is module._modules[name] for name, child in inside.items()):
+        return module
+    twin = type(module).__new__(type(module))
+    vars(twin).update(_without_ours(module, vars(module)), _modules=inside)
+    return twin
+
+
+def _without_ours(module: Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The module's attributes without what is ours."""
+    ours = {key for name in _HOOKS for key, hook in vars(module)[name].items() if is_method_of(hook, HookOwner)}
+    kept = {name: value for name, value in state.items() if name not in _ANSWERS}
+    for name in {*_HOOKS, *_FLAGS} & kept.keys():
+        kept[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
+    return kept
+
+
+def _alive(reference: weakref.ref[M]) -> M:
+    module = reference()
+    if module is None:
+        raise ReferenceError("the module that this was made for does not live any more")
+    return module

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..activations.layer_context import LayerContext
+from ..activations.contexts import LayerContext
 from ..tiers.host_budget import HostBytes
 from .synchronizers import (
     DefaultOffloadSynchronizer,

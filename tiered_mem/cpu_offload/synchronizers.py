@@ -6,8 +6,8 @@ from collections.abc import Container, Mapping
 
 import torch
 
-from ..activations.forward_pass import ForwardPass
-from ..activations.layer_context import LayerSequence
+from ..activations.contexts import LayerSequence
+from ..activations.hooks import ForwardPass
 from ..ground.interrupts import uninterrupted
 from ..manager import TieringManager
 from ..policies import LayerOrderPolicy, ManualPolicy, Policy, SynchronizationDictPolicy

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..activations.activations import Activations
-from ..activations.forward_pass import ForwardPass, SavedTensor, is_packing
+from ..activations.driver import Activations
+from ..activations.hooks import ForwardPass, SavedTensor, is_packing
 from ..activations.movable import mark_stays, mark_whole
 from ..ground.wrappers import plain_tensors, take_apart
 from ..policies.base import Offload, Release, Reload

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 
-from ..activations.offload_context import OffloadContext
+from ..activations.contexts import OffloadContext
 from .others import refuse_others
 from .tiering import Tiering
 

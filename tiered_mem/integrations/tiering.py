@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module, ModuleList, Sequential
 
-from ..activations.model_layers import LayersUnknown
+from ..activations.layers import LayersUnknown
 from ..manager import TieringManager
 from ..optimizer.registered import Residency
 from ..optimizer.tiered_optimizer import TieredOptimizer

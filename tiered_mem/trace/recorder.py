@@ -1,4 +1,4 @@
-"""Records what happens when, in the device's own time."""
+"""Records what happens when, in the device's own time: for charts, for sums, and for the measure of a step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import fsum
 from pathlib import Path
 from typing import NamedTuple
 
 from ..device.device import Device, Event, Stream
-from ..device.transfer import CopyGroup, Direction
-from .figures import Figures, Stall, Total
-from .timeline import (
+from ..device.transfer import CopyGroup, Direction, TransferEngine
+from ..policies.base import StepMeasured
+from ..sizes import format_bytes, format_seconds
+from .records import (
     Copy,
     FileKind,
     FileMove,
@@ -27,11 +29,13 @@ from .timeline import (
     TraceRecord,
     Wait,
     chrome_trace,
+    layer_name,
 )
 
 _REBASE_SECONDS = 1.0
 # Where the device waits for the host, to read a step's times all at once would hold it up.
 _READ_AT_ONCE = 4
+_MOST_PENDING = 1_000_000  # nobody waits for a measurement
 
 
 class Trace:
@@ -251,3 +255,171 @@ class _Pending(NamedTuple):
     record: TraceRecord
     base: _Base
     events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All since the trace began. stalls: the longest first. host_waits: of the host itself, for room."""
+
+    offload: Total
+    reload: Total
+    stalls: tuple[Stall, ...]
+    host_waits: Total
+    writes: Total
+    reads: Total
+
+
+@dataclass(slots=True)
+class Total:
+    """Copies, files or waits of one kind, and their seconds together, some of which ran side by side.
+
+    blocks, stalled: of copies, how many blocks they moved, and how many seconds compute streams waited for them.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+    blocks: int = 0
+    stalled: float = 0.0
+
+    def add(self, seconds: float, nbytes: int = 0, blocks: int = 0) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.nbytes += nbytes
+        self.blocks += blocks
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the copying that nobody waited for, from 0 to 1; None where there was none."""
+        return min(1.0, max(0.0, 1 - self.stalled / self.seconds)) if self.seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """How many seconds compute streams waited for copies in a layer; None is before the first one."""
+
+    why: str
+    layer: int | None
+    backward: bool
+    seconds: float
+
+
+def summary_rows(figures: Figures) -> list[tuple[str, str]]:
+    """The figures for people, as labels and values."""
+    stalls = [
+        f"{format_seconds(s.seconds)} {s.why} in {layer_name(s.layer, s.backward)}" for s in figures.stalls[:3]
+    ]
+    waited = format_seconds(sum(stall.seconds for stall in figures.stalls))
+    rows = [
+        ("offload copies", _told(figures.offload)),
+        ("reload copies", _told(figures.reload)),
+        ("compute waited for them", f"{waited}: {', '.join(stalls)}" if stalls else "never"),
+        ("host waited for room", format_seconds(figures.host_waits.seconds)),
+    ]
+    files = (("files written", figures.writes), ("files read", figures.reads))
+    return rows + [(name, _rate(each)) for name, each in files if each.count]
+
+
+def _rate(files: Total) -> str:
+    each = f"{files.nbytes / files.seconds / 1e9:.2f} GB/s each" if files.seconds > 0 else "in no time"
+    return f"{files.count}, {format_bytes(files.nbytes)}, {each}"
+
+
+def _told(copies: Total) -> str:
+    if copies.hidden is None:
+        return "none"
+    moved = f"{format_bytes(copies.nbytes)} in {copies.count} groups"
+    return f"{moved}, {format_seconds(copies.seconds)}, {100 * copies.hidden:.0f} % hidden"
+
+
+class StepMeter:
+    """Measures steps that are marked position by position.
+
+    trace: the one that the engine has for good. Without one, it has one while a step is measured.
+    """
+
+    def __init__(self, device: Device, engine: TransferEngine, trace: Trace | None) -> None:
+        self._device = device
+        self._engine = engine
+        self._trace = trace
+        self._now: _Times | None = None
+        self._ended: deque[_Times] = deque()
+
+    def begin(self, step: int) -> None:
+        """The step is to be measured from its next position on, if it is not measured already."""
+        if self._now is not None:
+            return
+        trace = self._trace or Trace(self._device, limit=1, pending=_MOST_PENDING, aligned=False)
+        self._engine.trace = trace
+        self._now = _Times(step, trace)
+
+    def position(self) -> None:
+        """The step that is measured, if one is, has come to its next position."""
+        if self._now is not None:
+            self._now.position()
+
+    def end(self) -> None:
+        """The step is over."""
+        times, self._now = self._now, None
+        if times is not None:
+            times.position()
+            times.over = True
+            self._ended.append(times)
+            self._engine.trace = self._trace
+
+    def measured(self, *, wait: bool = False) -> StepMeasured | None:
+        """The oldest step that has been measured and not been told.
+
+        wait: until the device is through with it. Raises DeviceFailed then.
+        """
+        if self._ended:
+            self._ended[0].trace.poll(wait=wait)
+            if self._ended[0].complete:
+                return self._ended.popleft().told()
+        return None
+
+
+class _Times:
+    """One step: its positions, the last of which is its end, and what there was between them."""
+
+    def __init__(self, step: int, trace: Trace) -> None:
+        self.trace = trace
+        self.over = False
+        self._step = step
+        self._positions = 0
+        self._at: list[float] = []
+        self._stalls: list[float] = []
+        self._seconds: dict[Direction, float] = {"offload": 0.0, "reload": 0.0}
+        self._nbytes: dict[Direction, int] = {"offload": 0, "reload": 0}
+        trace.observers.append(self._see)
+
+    def position(self) -> None:
+        self._positions += 1
+        self.trace.mark(self)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._at) == self._positions
+
+    def told(self) -> StepMeasured:
+        self.trace.observers.remove(self._see)
+        compute = [
+            max(0.0, end - begin - stall)
+            for begin, end, stall in zip(self._at, self._at[1:], self._stalls, strict=False)
+        ]
+        rates = [self._nbytes[way] / seconds if seconds > 0 else 0.0 for way, seconds in self._seconds.items()]
+        out, back = rates
+        return StepMeasured(self._step, compute, fsum(self._stalls), out, back, self._stalls[: len(compute)])
+
+    def _see(self, record: TraceRecord) -> None:
+        if isinstance(record, Mark) and record.of is self:
+            self._at.append(record.times[0])
+            self._stalls.append(0.0)
+        if not self._at or (self.over and self.complete):
+            return  # a trace of the user's goes on
+        match record:
+            case Wait():
+                self._stalls[-1] += record.stall
+            case Copy(direction, nbytes):
+                self._seconds[direction] += record.seconds
+                self._nbytes[direction] += nbytes

@@ -1,4 +1,4 @@
-"""Finds the layers of a model by its structure."""
+"""The layers of a model: found by its structure, and followed as they run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
+import torch
 from torch.nn import Module, ModuleList, Sequential
+from torch.utils._pytree import tree_leaves
+
+from .hooks import ForwardPass, is_checkpoint, refuse_rivals
 
 _log = logging.getLogger("tiered_mem.activations")
 
@@ -67,6 +71,44 @@ def parts_around(model: Module, layers: Iterable[Module]) -> list[Module]:
     ]
 
 
+class LayerCalls:
+    """Follows which layers of a forward are running, and whether what they save comes to it.
+
+    A layer inside another one interrupts it.
+    """
+
+    def __init__(self, forward: ForwardPass) -> None:
+        self.forward = forward
+        self._running: list[tuple[Module, int]] = []
+        self._came = False
+
+    @property
+    def running(self) -> bool:
+        """Whether any layer is."""
+        return bool(self._running)
+
+    def begin(self, module: Module, inputs: Iterable[object]) -> None:
+        """Raises ValueError inside of another offloader."""
+        refuse_rivals()
+        self._running.append((module, self.forward.begin_layer(inputs)))
+
+    def end(self, module: Module, output: object) -> None:
+        """A layer has ended. One that has not begun, as somebody else's hook raised before, ends nothing."""
+        if all(module is not running for running, _ in self._running):
+            return
+        # What an interrupt ended in between, before it was inside of its own forward, is over as well.
+        while (ended := self._running.pop())[0] is not module:
+            pass
+        forward = self.forward
+        self._came = self._came or forward.saver == ended[1]
+        if self._came or is_checkpoint():
+            forward.elsewhere = False
+        else:
+            forward.elsewhere = forward.elsewhere or _has_graph(output)
+        forward.end_layer(ended[1])
+        forward.resume_layer(self._running[-1][1] if self._running else None)
+
+
 def _runs(name: str, module: Module, suits: Callable[[Module, list[Module]], bool]) -> Iterator[Run]:
     layers = list(module.children())
     if _has_weights(module) and suits(module, layers):
@@ -119,3 +161,8 @@ def _grows(stages: list[Module]) -> bool:
 
 def _has_weights(module: Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _has_graph(output: object) -> bool:
+    """Whether a layer's output is of use to backward, for which the layer has to have saved something."""
+    return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(output))

@@ -1,26 +1,36 @@
-"""What layers save for backward, in blocks that move as a policy says."""
+"""What layers save for backward, in blocks that move as a policy says, and what that is told of each step."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
-from operator import attrgetter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
 
-from ..errors import Closed, PolicyError
+from ..device.device import Device
+from ..device.peak import DevicePeak
+from ..device.transfer import TransferEngine
+from ..errors import Closed
 from ..ground.interrupts import uninterrupted
+from ..ground.stats import Counters, Reason
 from ..ground.turn import Turn
 from ..policies.base import (
+    BOUNDARIES,
     GATHERED_BYTES,
     Action,
     Dropped,
     Each,
     Event,
+    ExactMemory,
     Fetch,
+    ForwardBegin,
+    ForwardEnd,
     HostPressure,
+    LayerBegin,
+    LayerEnd,
+    LayerMemory,
+    Memory,
     MoreBlocks,
     Offload,
     OnRequest,
@@ -30,18 +40,21 @@ from ..policies.base import (
     Reload,
     Saved,
     Spill,
+    StepBegin,
+    StepEnd,
     StepMeasured,
     Used,
     by_kind,
 )
 from ..policies.places import Place
-from ..trace.recorder import Trace
-from .block import Block, View
-from .block_store import BlockStore
-from .movable import Stayed
+from ..trace.recorder import StepMeter, Trace
+from .block import Block, SavedBlocks, View, held_by_others
+from .movable import WORDS, Stayed
 from .spiller import Spiller
-from .step_watch import StepWatch
-from .traced_layers import TracedLayers
+from .store import BlockStore, checked
+
+# A program that lets no graph go has a step that never ends, and whoever records it would record for ever.
+_MOST_EVENTS = 200_000
 
 
 class Activations:
@@ -68,6 +81,7 @@ class Activations:
         self._store = store
         self._blocks = store.blocks
         self._spiller = spiller
+        self._trace = trace
         self._traced = None if trace is None else TracedLayers(trace, turn)
         self._before = before
         self._after = after
@@ -118,8 +132,8 @@ class Activations:
                 self._actions.saves_come_from(graph, layer)
             block, view = self._blocks.save(tensor)
             block.saver = self._actions.saver
-            if self._traced is not None and view.number == 0:
-                self._traced.saved(graph, layer, block.nbytes)
+            if self._trace is not None and view.number == 0:
+                self._trace.saved(graph, layer, block.nbytes)
             if self._blocks.saved_bytes >= self._actions.enough:
                 try:
                     self._actions.tell_news()
@@ -272,34 +286,143 @@ class PolicyActions:
                 self.act(self._policy.decide(Refused(kind(block.key))))
 
 
-_key = attrgetter("key")
-_ACTIONS = frozenset(get_args(Action))
-_INT = frozenset({int})
+class StepWatch:
+    """Follows the events that a policy is told. One thread at a time.
+
+    A step begins with a forward that finds no block alive and no other forward under way, and ends where the next
+    one begins: so its optimizer, and all else in between, are part of it.
+
+    turn: is taken when a backward ends. counters: of what stays on the device. trace: that of
+    the engine.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        peak: DevicePeak,
+        engine: TransferEngine,
+        blocks: SavedBlocks,
+        turn: Turn[Block],
+        counters: Counters,
+        trace: Trace | None,
+    ) -> None:
+        self._peak = peak
+        self._counters = counters
+        self._stayed: dict[Reason, int] = {}  # when the step began
+        self._blocks = blocks
+        self._turn = turn
+        self._meter = StepMeter(device, engine, trace)
+        self._number: int | None = None
+        self._begun = 0
+        self._events = 0
+        self._forwards: set[int] = set()
+        self._exact = False  # whether torch's peak has begun anew after the last answer
+        self._backward = -1  # the last of torch's backwards whose end will be seen
+        self._held: dict[int, None] = {}  # the blocks of a step with exact memory that others may have
+
+    def before(self, event: Event) -> Iterator[Event]:
+        """What is to be told before an event: a step that was measured, ended, or begins.
+
+        Each is to be noted and told before the next is asked for.
+        """
+        if (measured := self._meter.measured()) is not None:
+            yield measured
+        if isinstance(event, ForwardBegin):
+            if not self._forwards and (not self._blocks.by_key or self._events > _MOST_EVENTS):
+                if self._number is not None:
+                    wait = self._exact
+                    yield StepEnd(self._number, self._stayed_since())
+                    while (measured := self._meter.measured(wait=wait)) is not None:
+                        yield measured
+                yield StepBegin(self._begun)
+            self._forwards.add(event.graph)
+        elif isinstance(event, ForwardEnd):
+            self._forwards.discard(event.graph)
+
+    def memory(self, event: Event, asks: Collection[type[Any]]) -> Memory | None:
+        """What is allocated on the device, and the most since the last event was answered, for who asks for it."""
+        at_layers = LayerMemory in asks
+        if type(event) not in BOUNDARIES if at_layers else Memory not in asks and ExactMemory not in asks:
+            return None
+        allocated, peak, reserved, acting = self._peak.read()
+        if self._exact:
+            alive = filter(None, map(self._blocks.find, self._held))
+            self._held = {block.key: None for block in held_by_others(alive)}
+            return ExactMemory(allocated, peak, reserved, frozenset(self._held), acting)
+        return (LayerMemory if at_layers else Memory)(allocated, peak, reserved)
+
+    def answered(self, asks: Collection[type[Any]]) -> None:
+        """What the policy has answered to an event is done, and now it asks for these."""
+        self._exact = ExactMemory in asks
+        # Where nothing can move any more, nobody has to know all that comes and goes.
+        if self._exact and (self._forwards or self._blocks.by_key):
+            self._peak.begin_anew()
+        else:
+            self._peak.restore()
+
+    def note(self, event: Event, asks: Collection[type[Any]]) -> None:
+        """The event is told now, or would be, to a policy that asks for these."""
+        match event:
+            case StepBegin(number):
+                self._number, self._begun, self._events = number, number + 1, 0
+                self._stayed = {reason: moved.nbytes for reason, moved in self._counters.stayed.items()}
+            case StepEnd():
+                self._number = None
+                self._meter.end()
+            case StepMeasured() | MoreBlocks() | HostPressure():
+                pass
+            case _ if self._number is not None:
+                if self._exact and isinstance(event, Used):
+                    self._await_end()
+                self._events += 1
+                if self._exact and isinstance(event, Saved):
+                    self._held.update(dict.fromkeys(key for key, _ in event.blocks))
+                if StepMeasured in asks:
+                    self._meter.begin(self._number)
+                self._meter.position()
+
+    def _stayed_since(self) -> dict[str, int]:
+        """The bytes of saved tensors that no policy heard of in this step, by reason."""
+        now = {reason: moved.nbytes - self._stayed[reason] for reason, moved in self._counters.stayed.items()}
+        return {WORDS[reason]: n for reason, n in now.items() if n > 0 and reason not in ("no_room", "policy")}
+
+    def _await_end(self) -> None:
+        """What comes after the backward is the user's, and the user may ask torch for the peak."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._backward):
+            self._backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    @uninterrupted
+    def _backward_ends(self) -> None:
+        with self._turn:
+            self._peak.restore()
+
+
+class TracedLayers:
+    """Gets the events that a policy gets, in their order, and tells the trace of those about layers."""
+
+    def __init__(self, trace: Trace, turn: Turn[Block]) -> None:
+        self._trace = trace
+        self._turn = turn
+        self._backward = -1
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, LayerBegin):
+            self._trace.layer_begins(event.graph, event.layer, backward=event.backward)
+            task = torch._C._current_graph_task_id()
+            if event.backward and task not in (-1, self._backward):
+                # Nothing but the engine knows when its last layer is through.
+                self._backward = task
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        elif isinstance(event, LayerEnd):
+            self._trace.layer_ends(event.graph, event.layer)
+
+    @uninterrupted
+    def _backward_ends(self) -> None:
+        with self._turn:
+            self._trace.backward_ends()
+
+
 # A step is measured for who asks for it, and that is told though nobody asks any more.
 _ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
-
-
-def checked(policy: Policy, answer: object) -> Sequence[Action]:
-    """What a policy has answered; None is nothing. Raises PolicyError where that is no sequence of actions."""
-    if answer is None:
-        return ()
-    if type(answer) is Each and answer.kind in _ACTIONS and _INT.issuperset(map(type, answer.keys)):
-        return answer
-    name = policy.name
-    if not isinstance(answer, Iterable):
-        raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
-    actions = list(answer)
-    # Each block that moves comes through here three times: what is right is seen without a loop in Python.
-    if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
-        return actions
-    for action in actions:
-        if type(action) not in _ACTIONS:
-            raise PolicyError(f"{name} answered {action!r}, which is not an action")
-        if type(action.key) is not int and not isinstance(action.key, Integral):
-            raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")
-    return actions
-
-
-def advice(policy: Policy, nbytes: int) -> Sequence[Action]:
-    """What a policy lets go down to disk, so that so many bytes of host memory come free. Raises PolicyError."""
-    return checked(policy, policy.decide(HostPressure(nbytes)))

@@ -1,11 +1,13 @@
-"""One pass through a forward: what autograd keeps of what its layers save, and what backward asks for of it."""
+"""Torch's hooks for saved tensors: what autograd keeps in a pass through a forward, and what it asks for."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from types import FunctionType
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -14,10 +16,37 @@ from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
 from ..policies.base import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks
-from .activations import Activations
 from .block import Block, Origin, View, origin_of
+from .driver import Activations
 from .movable import Movable, has_storage
-from .saved_hooks import is_method_of, never_traced, owner_of, refuse_rivals, saving_hook
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Other offloaders by what makes their hooks, and how a user switches them on. The innermost hooks have the tensors.
+_RIVALS = {
+    "save_on_cpu": "torch.autograd.graph.save_on_cpu()",
+    "OffloadActivations": "TRL's activation_offloading=True",
+    "async_save_on_cpu": "async_save_on_cpu()",
+}
+COMPILE_LAYERS = (
+    "tiered_mem moves tensors here: compile the layers, not the model around them, or leave out fullgraph"
+)
+
+
+def never_traced(function: F) -> F:
+    """The function, which torch.compile runs as it is, with all that it calls.
+
+    It is `untraced` without a function around it: that would call three more of Python's each time.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    marked = cast(Any, function)
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
+    marked._torchdynamo_disable_msg = COMPILE_LAYERS
+    return function
 
 
 class ForwardPass:
@@ -72,6 +101,17 @@ class ForwardPass:
     def layers(self) -> int:
         """How many have begun so far."""
         return len(self.keys)
+
+    @property
+    def blocks(self) -> list[int]:
+        """The keys of those that it has saved so far."""
+        return [key for layer in self.keys for key in layer]
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has saved blocks, and none of them is needed any more."""
+        blocks = self.blocks
+        return bool(blocks) and not self._activations.any_alive(blocks)
 
     @property
     def saves_here(self) -> bool:
@@ -133,7 +173,7 @@ class ForwardPass:
         self._strays = {}
         self._weights = frozenset()
         self._activations.notify(ForwardEnd(self.graph))
-        moved = self._activations.count_stayed(chain.from_iterable(self.keys), self._movable.stayed)
+        moved = self._activations.count_stayed(self.blocks, self._movable.stayed)
         broken_off = early or self._activations.closed
         self._movable.stayed.forward_ends(
             None if broken_off else moved, layers=len(self.keys), elsewhere=self.elsewhere
@@ -339,3 +379,68 @@ def drop_ended_hooks() -> None:
     """Takes away hooks of forwards that have ended while others' hooks lay above theirs."""
     while isinstance(forward := owner_of(saving_hook()), ForwardPass) and forward.ended:
         torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def saving_hook() -> Callable[..., Any] | None:
+    """What this thread's saved tensors go to now. Autograd knows: the innermost hooks win."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def refuse_rivals() -> None:
+    """Raises ValueError where another offloader is about to have what is saved."""
+    rival = getattr(saving_hook(), "__qualname__", "").partition(".")[0]
+    if rival in _RIVALS:
+        raise ValueError(
+            f"{_RIVALS[rival]} and tiered_mem's attach() or offload_context() would both move the same tensors: "
+            "leave out one of the two"
+        )
+
+
+def owner_of(function: object) -> object:
+    """Whose method a function is, by itself or as `untraced` returned it. None if it is nobody's."""
+    return getattr(getattr(function, "__wrapped__", function), "__self__", None)
+
+
+def is_method_of(function: object, kind: type) -> bool:
+    """Whether a function is a method of an object of this kind."""
+    return isinstance(owner_of(function), kind)
+
+
+def is_checkpoint() -> bool:
+    """Whether what is saved now goes to torch.utils.checkpoint, which throws it away."""
+    return getattr(saving_hook(), "__qualname__", "").startswith(("_checkpoint_hook", "_recomputation_hook"))
+
+
+def only_inlined(function: F) -> F:
+    """The function, which torch.compile traces inside of what it compiles, and never compiles by itself."""
+    frames = torch._C._dynamo.eval_frame
+    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(cast(FunctionType, function).__code__, skipped)
+    return function
+
+
+@only_inlined
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which torch.compile then runs as it is and does not trace."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+        return function
+    kept_out: Callable[P, R] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        function, reason=COMPILE_LAYERS
+    )
+    return kept_out
+
+
+def untraced_later(function: Callable[P, R]) -> Callable[P, R]:
+    """As `untraced`, for what may be called before torch.compile is imported, and traced then."""
+    kept_out: list[Callable[P, R]] = []
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not kept_out and "torch._dynamo" in sys.modules:
+            if torch.compiler.is_compiling():
+                torch._dynamo.graph_break(msg=COMPILE_LAYERS)
+            kept_out.append(untraced(function))
+        return (kept_out[0] if kept_out else function)(*args, **kwargs)
+
+    return only_inlined(call)

@@ -1,50 +1,64 @@
-"""The blocks that exist, and the steps that each takes between the tiers."""
+"""The blocks that exist, the steps that each takes between the tiers, and room in host memory for them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
+from numbers import Integral
+from operator import attrgetter
+from typing import get_args
 
 import torch
 
-from ..device.device import Device
-from ..errors import Closed, TierFull, changed_tensor
-from ..ground.stats import Counters
-from ..policies.base import Release, Spill
+from ..device.device import Device, Stream
+from ..device.transfer import Ticket, TransferEngine
+from ..errors import Closed, PolicyError, TierFull, changed_tensor
+from ..ground.stats import Counters, Moved
+from ..policies.base import Action, Each, HostPressure, Policy, Release, Spill
 from ..policies.places import ON_DEVICE, Place
 from ..tiers.host_tier import Form, HostSlot, HostTier, groups
+from ..trace.recorder import Trace
 from .block import Block, SavedBlocks, View
-from .block_copies import BlockCopies
-from .host_room import HostRoom
 from .movable import STAYS
 from .spiller import Spiller
 
 _log = logging.getLogger("tiered_mem.activations")
 
+# The share of the host tier above which blocks go down to disk, so that what comes next finds room.
+_HIGH_WATER = 0.75
+
 
 class BlockStore:
     """Does what a policy advises, as far as the place of each block allows it. One thread at a time.
 
-    spiller: None where there is no disk tier. blocks: those that exist.
+    Blocks whose copy could not be started are where they were.
+
+    policy: says what may go down to disk. Where it has planned that, it is asked only when nothing is on its way
+        that makes room, and not before the host tier is full.
+    spiller: None where there is no disk tier. Then all room comes from slots that are on their way back.
+    blocks: those that exist.
     """
 
     def __init__(
         self,
         device: Device,
         host: HostTier,
-        copies: BlockCopies,
+        engine: TransferEngine,
+        policy: Policy,
         counters: Counters,
-        room: HostRoom,
+        *,
         spiller: Spiller | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._device = device
         self._current_stream = device.current_stream
         self._host = host
-        self._copies = copies
+        self._engine = engine
+        self._policy = policy
         self._counters = counters
-        self._room = room
         self._spiller = spiller
+        self._trace = trace
         self.blocks = SavedBlocks(device)
         self._moves: list[tuple[Block, HostSlot]] = []  # to begin together
 
@@ -99,8 +113,10 @@ class BlockStore:
                 self._host.release(slot, None)
             self._moves.clear()
         self.release(due)
-        if above := self._room.above:
-            self._relieve(above)
+        if self._spiller is not None and not self._policy.plans_spills:
+            stats = self._host.pool_stats()
+            if stats.capacity is not None and (above := stats.used - int(_HIGH_WATER * stats.capacity)) > 0:
+                self._relieve(above, self._spiller)
 
     def release(self, blocks: Iterable[Block]) -> None:
         """Gives up the device memory of blocks that are leaving: it is free for what comes after their copy."""
@@ -150,8 +166,13 @@ class BlockStore:
             spiller.fetch_wanted()
 
     def begin_step(self) -> None:
-        """A forward begins. The host waits where it is too many steps ahead of the device."""
-        self._room.begin_step()
+        """A forward begins. Waits for slots of steps long past, or each step would take new ones."""
+        self._host.begin_step()
+        if self._host.overdue:
+            self._counters.step_waits += 1
+            with self._waiting():
+                while self._host.overdue:
+                    self._host.wait()
 
     def wait(self) -> None:
         """Waits for the file operations under way."""
@@ -179,7 +200,7 @@ class BlockStore:
                     elif block.place is Place.DISK and self._spiller is not None:
                         self._spiller.wanted[block] = None
         finally:
-            self._copies.reload(moves, tensors, stream)
+            self._copy_back(moves, tensors, stream)
             self.blocks.resident += sum([block.nbytes for block, _ in moves])
             if self._spiller is not None:
                 for block, _ in moves:
@@ -233,22 +254,45 @@ class BlockStore:
 
     def _make_room(self, nbytes: int) -> bool:
         """Makes or waits for room in the host tier. Whether there may be so much by now."""
-        if self._spiller is not None:
+        spiller = self._spiller
+        if spiller is not None:
             self._start_offloads()  # what is on its way to the host can go on to the disk
-            if self._spiller.poll():
+            if spiller.poll():
                 return True
             used = self._host.pool_stats().used
-            self._relieve(nbytes)
+            self._relieve(nbytes, spiller)
             if self._host.pool_stats().used < used:
                 return True
-        return self._room.wait(nbytes)
+        if not (self._host.waits or (spiller is not None and spiller.busy)):
+            return spiller is not None and spiller.drop_clean(nbytes)
+        self._counters.host_waits += 1
+        with self._waiting():
+            return self._host.wait() or (spiller is not None and spiller.wait())
 
-    def _relieve(self, nbytes: int) -> None:
-        """Lets so many bytes of the host tier go down to disk, as the policy says."""
+    def _relieve(self, nbytes: int, spiller: Spiller) -> None:
+        """Lets so many bytes of the host tier go down to disk, as the policy says, with what is under way already.
+
+        The same advice again, or about a block that does not exist, is none.
+        """
+        if self._policy.plans_spills and (self._host.waits or spiller.busy):
+            return
+        missing = nbytes - spiller.going_down
+        if missing > 0 and spiller.accepting:
+            spiller.spill_later(missing)
         blocks = self.blocks.by_key
-        for answer in self._room.relief(nbytes, blocks):
-            self.release([blocks[action.key] for action in answer if isinstance(action, Release)])
-            self.spill([blocks[action.key] for action in answer if isinstance(action, Spill)])
+        told: set[Action] = set()
+        while (missing := nbytes - spiller.going_down) > 0 and spiller.accepting:
+            advice = dict.fromkeys(checked(self._policy, self._policy.decide(HostPressure(missing))))
+            new = [action for action in advice if action not in told and action.key in blocks]
+            if not new:
+                return
+            told.update(new)
+            self.release([blocks[action.key] for action in new if isinstance(action, Release)])
+            self.spill([blocks[action.key] for action in new if isinstance(action, Spill)])
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the host waits, of which a trace is told."""
+        return self._trace.host_waits() if self._trace is not None else contextlib.nullcontext()
 
     def _give_slots(self, blocks: Sequence[Block]) -> None:
         """Finds host memory for blocks that leave. Small ones share a lease; who finds no room is left out."""
@@ -270,9 +314,62 @@ class BlockStore:
         self._counters.kept.add(block.nbytes)
 
     def _start_offloads(self) -> None:
-        """Begins the copies of all that has a slot."""
+        """Begins the copies of all that has a slot. The slots go back to the tier where that fails."""
         moves, self._moves = self._moves, []
-        self._copies.offload(moves)
+        if not moves:
+            return
+        try:
+            # For most blocks contents() would only return the tensor, and take a call of each.
+            of = [b.tensor if b.formed and b.tensor is not None else b.contents() for b, _ in moves]
+            to = [slot.tensor for _, slot in moves]
+            ticket = self._engine.offload(of, to, [block.stream for block, _ in moves])
+        except BaseException:
+            self._engine.synchronize()  # some of them may have been started
+            for _, slot in moves:
+                self._host.release(slot, None)
+            raise
+        leaving = Place.LEAVING
+        for block, slot in moves:
+            block.host = slot
+            block.place = leaving
+            block.ticket = ticket
+            block.offloaded = True
+        self._count(self._counters.offloaded, moves)
+
+    def _copy_back(
+        self, moves: Sequence[tuple[Block, HostSlot]], tensors: list[torch.Tensor], stream: Stream
+    ) -> None:
+        """Begins copies from host slots, which go back to the tier when the copies have ended.
+
+        tensors: where the bytes go, each in its block's form, allocated on `stream`.
+        """
+        try:
+            filled = [block.ticket for block, _ in moves]
+            tickets = self._engine.reload([slot.tensor for _, slot in moves], tensors, stream, filled)
+        except BaseException:
+            self._engine.synchronize()
+            raise
+        arriving = Place.ARRIVING
+        left: dict[Ticket, list[HostSlot]] = {}
+        for (block, slot), tensor, ticket in zip(moves, tensors, tickets, strict=True):
+            block.tensor = tensor
+            block.formed = True
+            block.stream = stream
+            block.ticket = ticket
+            block.host = None
+            block.versions = [(tensor, tensor._version)]
+            block.place = arriving
+            left.setdefault(ticket, []).append(slot)
+        for ticket, slots in left.items():
+            self._host.release_all(slots, ticket.event)
+        self._count(self._counters.reloaded, moves)
+
+    def _count(self, moved: Moved, moves: Sequence[tuple[Block, HostSlot]]) -> None:
+        moved.count += len(moves)
+        for block, slot in moves:
+            moved.nbytes += block.nbytes
+            if not slot.lease.slab.pinned:
+                self._counters.blocking.add(block.nbytes)
 
     def _stay(self, block: Block) -> None:
         """The block is wanted before it was released: it has been on the device all the time."""
@@ -299,7 +396,7 @@ class BlockStore:
                 self._counters.overflowed += 1
                 slots = self._host.overflow(size)
             spiller.read([block], slots)
-        with self._room.waiting():
+        with self._waiting():
             spiller.wait_for(block)
 
     def _free_device(self, block: Block) -> None:
@@ -311,3 +408,29 @@ class BlockStore:
         by_span = self.blocks.by_span
         if by_span.get(block.span) is block:
             del by_span[block.span]
+
+
+_key = attrgetter("key")
+_ACTIONS = frozenset(get_args(Action))
+_INT = frozenset({int})
+
+
+def checked(policy: Policy, answer: object) -> Sequence[Action]:
+    """What a policy has answered; None is nothing. Raises PolicyError where that is no sequence of actions."""
+    if answer is None:
+        return ()
+    if type(answer) is Each and answer.kind in _ACTIONS and _INT.issuperset(map(type, answer.keys)):
+        return answer
+    name = policy.name
+    if not isinstance(answer, Iterable):
+        raise PolicyError(f"{name} answered {answer!r}, which is no sequence of actions")
+    actions = list(answer)
+    # Each block that moves comes through here three times: what is right is seen without a loop in Python.
+    if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
+        return actions
+    for action in actions:
+        if type(action) not in _ACTIONS:
+            raise PolicyError(f"{name} answered {action!r}, which is not an action")
+        if type(action.key) is not int and not isinstance(action.key, Integral):
+            raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")
+    return actions
