@@ -31,7 +31,7 @@ HARMLESS = {
     "hooks.py": ["call", "load"],
     "layer_order.py": ["__init__", "check"],
     "layout.py": ["params_of"],
-    "link.py": ["__post_init__"],
+    "plan.py": ["__post_init__"],
     "lru.py": ["check"],
     "manager.py": ["__enter__", "__exit__", "act", "layer_context", "offload_context"],
     "movable.py": ["<dictcomp>", "<listcomp>", "__init__", "_places_of"],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from types import FunctionType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,10 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
-from ..policies.base import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks
+from ..policies.base import Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks
 from .block import Block, Origin, View, origin_of
-from .driver import Activations
-from .movable import Movable, has_storage
+from .movable import Movable, Stayed, has_storage
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,7 +64,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        activations: Activations,
+        activations: Keeper,
         movable: Movable,
         num_layers: int,
         *,
@@ -266,12 +266,32 @@ class ForwardPass:
                     self.keys[layer][block.key] = None
 
 
+class Keeper(Protocol):
+    """What takes saved tensors from a forward and gives them back: the `Activations` of a manager."""
+
+    closed: bool
+    dropped: deque[Block]
+    free_dropped: Callable[[], None]
+
+    def new_graph(self) -> int: ...
+
+    def notify(self, event: Event) -> None: ...
+
+    def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]: ...
+
+    def load(self, block: Block, view: View) -> torch.Tensor: ...
+
+    def any_alive(self, keys: Iterable[int]) -> bool: ...
+
+    def count_stayed(self, keys: Iterable[int], stayed: Stayed) -> int: ...
+
+
 class SavedTensor:
     """A tensor in a block that the manager moves. It needs the block for as long as it lives."""
 
     __slots__ = ("_activations", "block", "layer", "view")
 
-    def __init__(self, activations: Activations, block: Block, view: View, layer: int) -> None:
+    def __init__(self, activations: Keeper, block: Block, view: View, layer: int) -> None:
         self._activations = activations
         self.block = block
         self.view = view
@@ -326,7 +346,7 @@ class StrayTensor:
     def load(self) -> torch.Tensor:
         return self._saved.load()
 
-    def move(self, activations: Activations, graph: int, layer: int) -> Block | None:
+    def move(self, activations: Keeper, graph: int, layer: int) -> Block | None:
         """Hands the tensor over. Not if it was changed: then there is nothing right to keep."""
         kept = self._saved
         if not isinstance(kept, KeptTensor) or kept.tensor._version != kept.version:
