@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..device.torch_private import MODULE_HOOK_FLAGS, MODULE_HOOKS
 from .saved_hooks import is_method_of
 
 M = TypeVar("M", bound=torch.nn.Module)
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class HookOwner:
@@ -42,7 +40,7 @@ def end_apart(module: torch.nn.Module) -> None:
 
 def has_hooks(module: torch.nn.Module, owner: type[HookOwner] = HookOwner) -> bool:
     """Whether the module has hooks that are methods of such an owner."""
-    return any(is_method_of(hook, owner) for name in _HOOKS for hook in vars(module)[name].values())
+    return any(is_method_of(hook, owner) for name in MODULE_HOOKS for hook in vars(module)[name].values())
 
 
 def _reduced(reference: weakref.ref[torch.nn.Module], protocol: Any) -> Any:
@@ -73,9 +71,11 @@ def _without_hooks(module: M) -> M:
 
 def _without_ours(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The module's attributes without what is ours."""
-    ours = {key for name in _HOOKS for key, hook in vars(module)[name].items() if is_method_of(hook, HookOwner)}
+    ours = {
+        key for name in MODULE_HOOKS for key, hook in vars(module)[name].items() if is_method_of(hook, HookOwner)
+    }
     kept = {name: value for name, value in state.items() if name not in _ANSWERS}
-    for name in {*_HOOKS, *_FLAGS} & kept.keys():
+    for name in {*MODULE_HOOKS, *MODULE_HOOK_FLAGS} & kept.keys():
         kept[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
     return kept
 

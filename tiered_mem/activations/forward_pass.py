@@ -10,6 +10,13 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..device.torch_private import (
+    current_backward,
+    pop_saving_hooks,
+    push_saving_hooks,
+    saving_hooks_allowed,
+    storage_id,
+)
 from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
@@ -94,7 +101,7 @@ class ForwardPass:
         storages = [
             tensor.untyped_storage() for tensor in inputs if type(tensor) is torch.Tensor and has_storage(tensor)
         ]
-        self._inputs = {storage._cdata: weakref.ref(storage) for storage in storages}
+        self._inputs = {storage_id(storage): weakref.ref(storage) for storage in storages}
         if self._strays:
             self._claim_strays(layer)
         return layer
@@ -177,7 +184,7 @@ class ForwardPass:
         layer = saved.layer
         if layer is not None and layer != self._backward_of:
             self.begin_backward(layer)
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if torch.is_grad_enabled() and current_backward() != -1:
             self._follow_next_graph()
         if type(saved) is SavedTensor:
             return self._activations.load(saved.block, saved.view)
@@ -191,9 +198,9 @@ class ForwardPass:
         Autograd's engine gives each node of a backward the hooks that were there when the backward began. So what
         is added here ends with the node that asks for a saved tensor, and is for what that node saves.
         """
-        if not self.saves_here and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not self.saves_here and saving_hooks_allowed():
             self._weights = self._movable.weights()
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack_in_backward, self.unpack)
+            push_saving_hooks(self._pack_in_backward, self.unpack)
 
     def _pack_in_backward(self, tensor: torch.Tensor) -> Saved:
         layer, self._layer = self._layer, self._backward_of
@@ -203,7 +210,7 @@ class ForwardPass:
             self._layer = layer
 
     def _is_input(self, storage: torch.UntypedStorage) -> bool:
-        reference = self._inputs.get(storage._cdata)
+        reference = self._inputs.get(storage_id(storage))
         return reference is not None and reference() is storage
 
     def _pack_stray(self, tensor: torch.Tensor) -> StrayTensor | KeptTensor:
@@ -212,7 +219,7 @@ class ForwardPass:
             return kept
         self._movable.stayed.add("outside", tensor.nbytes)
         stray = StrayTensor(kept)
-        self._strays.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(stray))
+        self._strays.setdefault(storage_id(tensor.untyped_storage()), []).append(weakref.ref(stray))
         return stray
 
     def _claim_strays(self, layer: int) -> None:
@@ -338,4 +345,4 @@ def is_packing() -> bool:
 def drop_ended_hooks() -> None:
     """Takes away hooks of forwards that have ended while others' hooks lay above theirs."""
     while isinstance(forward := owner_of(saving_hook()), ForwardPass) and forward.ended:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saving_hooks()

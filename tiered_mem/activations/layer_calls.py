@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from ..device.torch_private import tree_leaves
 from .saved_hooks import is_checkpoint, refuse_rivals
 
 

@@ -8,17 +8,22 @@ from collections.abc import Iterable
 from types import FrameType
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import _symbolic_trace
 
+from ..device.torch_private import (
+    MODULE_CALL,
+    current_backward,
+    forward_mode_level,
+    innermost_transform,
+    is_fx_tracing,
+    is_jit_tracing,
+    saving_hooks_allowed,
+)
 from .activations import Activations
 from .forward_pass import ForwardPass, drop_ended_hooks
 from .layer_calls import LayerCalls
 from .movable import Movable
 from .saved_hooks import is_checkpoint
-
-_CALL = torch.nn.Module._call_impl.__code__
 
 
 class ModelForwards:
@@ -147,12 +152,12 @@ class ModelForwards:
         return (
             torch.is_grad_enabled()
             and not self._activations.closed
-            and torch._C._current_graph_task_id() == -1
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and forward_ad._current_level < 0
-            and not torch._C._is_tracing()
-            and not _symbolic_trace._is_fx_tracing_flag
-            and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+            and current_backward() == -1
+            and innermost_transform() is None
+            and forward_mode_level() < 0
+            and not is_jit_tracing()
+            and not is_fx_tracing()
+            and saving_hooks_allowed()
         )
 
     def _goes_on(self, call: weakref.ref[torch.nn.Module], module: torch.nn.Module) -> bool:
@@ -160,7 +165,7 @@ class ModelForwards:
         running, times = call(), 0
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code is _CALL and frame.f_locals.get("self") is running:
+            if frame.f_code is MODULE_CALL and frame.f_locals.get("self") is running:
                 times += 1
             frame = frame.f_back
         return times > (running is module)

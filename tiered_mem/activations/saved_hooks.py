@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from types import FunctionType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from ..device.torch_private import CHECKPOINT_HOOKS, DYNAMO, compile_never, compile_not_by_itself, top_saving_hooks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +28,7 @@ COMPILE_LAYERS = (
 
 def saving_hook() -> Callable[..., Any] | None:
     """What this thread's saved tensors go to now. Autograd knows: the innermost hooks win."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_saving_hooks(False)
     return None if hooks is None else hooks[0]
 
 
@@ -53,14 +54,12 @@ def is_method_of(function: object, kind: type) -> bool:
 
 def is_checkpoint() -> bool:
     """Whether what is saved now goes to torch.utils.checkpoint, which throws it away."""
-    return getattr(saving_hook(), "__qualname__", "").startswith(("_checkpoint_hook", "_recomputation_hook"))
+    return getattr(saving_hook(), "__qualname__", "").startswith(CHECKPOINT_HOOKS)
 
 
 def only_inlined(function: F) -> F:
     """The function, which torch.compile traces inside of what it compiles, and never compiles by itself."""
-    frames = torch._C._dynamo.eval_frame
-    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(cast(FunctionType, function).__code__, skipped)
+    compile_not_by_itself(function)
     return function
 
 
@@ -69,19 +68,14 @@ def never_traced(function: F) -> F:
 
     It is `untraced` without a function around it: that would call three more of Python's each time.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    marked = cast(Any, function)
-    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
-    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
-    marked._torchdynamo_disable_msg = COMPILE_LAYERS
+    compile_never(function, COMPILE_LAYERS)
     return function
 
 
 @only_inlined
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which torch.compile then runs as it is and does not trace."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+    if DYNAMO not in sys.modules:
         return function
     kept_out: Callable[P, R] = torch.compiler.disable(  # type: ignore[no-untyped-call]
         function, reason=COMPILE_LAYERS
@@ -95,9 +89,9 @@ def untraced_later(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kept_out and "torch._dynamo" in sys.modules:
+        if not kept_out and DYNAMO in sys.modules:
             if torch.compiler.is_compiling():
-                torch._dynamo.graph_break(msg=COMPILE_LAYERS)
+                sys.modules[DYNAMO].graph_break(msg=COMPILE_LAYERS)
             kept_out.append(untraced(function))
         return (kept_out[0] if kept_out else function)(*args, **kwargs)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
-
 from ..device.device import Device
 from ..device.peak import DevicePeak
+from ..device.torch_private import call_after_backward, current_backward
 from ..device.transfer import TransferEngine
 from ..ground.interrupts import uninterrupted
 from ..ground.stats import Counters, Reason
@@ -140,10 +139,10 @@ class StepWatch:
 
     def _await_end(self) -> None:
         """What comes after the backward is the user's, and the user may ask torch for the peak."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task not in (-1, self._backward):
             self._backward = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+            call_after_backward(self._backward_ends)
 
     @uninterrupted
     def _backward_ends(self) -> None:

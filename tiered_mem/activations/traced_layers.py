@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from ..device.torch_private import call_after_backward, current_backward
 from ..ground.interrupts import uninterrupted
 from ..ground.turn import Turn
 from ..policies.base import Event, LayerBegin, LayerEnd
@@ -22,11 +21,11 @@ class TracedLayers:
     def tell(self, event: Event) -> None:
         if isinstance(event, LayerBegin):
             self._trace.layer_begins(event.graph, event.layer, backward=event.backward)
-            task = torch._C._current_graph_task_id()
+            task = current_backward()
             if event.backward and task not in (-1, self._backward):
                 # Nothing but the engine knows when its last layer is through.
                 self._backward = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+                call_after_backward(self._backward_ends)
         elif isinstance(event, LayerEnd):
             self._trace.layer_ends(event.graph, event.layer)
 

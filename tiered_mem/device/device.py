@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from ..errors import DeviceFailed, DeviceUnavailable
+from .torch_private import current_stream, npu_format
 
 _log = logging.getLogger("tiered_mem.device")
 _KNOWN = ("npu", "cuda", "cpu")
@@ -61,14 +62,13 @@ class Device:
         self.kind = kind
         self._module = _module(kind)
         self._number = self._existing(index) if self._module else 0
-        # What get_npu_format() asks, in a third of its time: each block that leaves is asked.
-        self._npu_format = torch.ops.npu.get_npu_format.default._op if kind == "npu" else None
+        self._npu_format = npu_format() if kind == "npu" else None  # each block that leaves is asked
         self.torch_device = torch.device(kind, self._number) if self._module else torch.device(kind)
         self._elapsed = _elapsed_on_npu() if kind == "npu" else torch.Event.elapsed_time
         self._probe: Stream | None = None
         # The stream on which the caller's thread issues its work now. Each tensor that is saved asks for it, and
         # torch.accelerator.current_stream() would call two more Python functions.
-        here = partial(torch._C._accelerator_getStream, self._number) if self._module else _InlineStream.only
+        here = partial(current_stream, self._number) if self._module else _InlineStream.only
         self.current_stream = cast(Callable[[], Stream], here)
 
     def empty(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ..device.device import Device
+from ..device.torch_private import storage_id, storage_uses, tensor_uses
 from ..errors import OffloadRefused
 from .placeholder import HostCopy, away, can_go
 
@@ -42,7 +43,7 @@ class HeldStorage:
 
     def uses(self) -> int:
         """The number of torch's references to the storage."""
-        return int(torch._C._storage_Use_Count(self.storage._cdata))
+        return storage_uses(storage_id(self.storage))
 
     def flat(self) -> torch.Tensor:
         """The whole storage as a 1-dimensional tensor."""
@@ -86,7 +87,7 @@ def held_storages(module: torch.nn.Module, device: Device, *, gradients: bool) -
             _check(present[id(base)], device)
     together: dict[int, list[ModuleTensor]] = {}
     for member in present.values():
-        together.setdefault(member.tensor.untyped_storage()._cdata, []).append(member)
+        together.setdefault(storage_id(member.tensor.untyped_storage()), []).append(member)
     held = [HeldStorage(lying) for lying in together.values()]
     _check_uses(held, present, device)
     return held
@@ -138,11 +139,11 @@ def _check_uses(held: Iterable[HeldStorage], present: Mapping[int, ModuleTensor]
 def _uses(tensor: torch.Tensor) -> int:
     """The number of torch's references to the tensor, without the node that adds to its gradient."""
     if not tensor.requires_grad or tensor.is_inference():
-        return int(tensor._use_count())  # type: ignore[attr-defined]
+        return tensor_uses(tensor)
     # The node may live or not, and it holds the tensor once. Here it lives.
     with torch.inference_mode(False):
         edge = get_gradient_edge(tensor)
-    uses = int(tensor._use_count()) - 1  # type: ignore[attr-defined]
+    uses = tensor_uses(tensor) - 1
     del edge
     return uses
 
