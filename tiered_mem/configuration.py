@@ -147,6 +147,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "spill_checksum": str,
     "steps_in_flight": _count,
     "trace": _yes_or_no,
+    "hold_signals": _yes_or_no,
 }
 
 _default = DefaultManager(os.environ)

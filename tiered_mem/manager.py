@@ -86,6 +86,11 @@ class TieringManager:
     trace: record when layers, copies, waits and file operations begin and end, for export_trace() and
         memory_summary(). It costs a few events for each layer, and about 40 MB: the last 100,000 records, and as
         many of files, are kept for export_trace(). memory_summary() counts all.
+    hold_signals: let the handlers of signals, Python's own for Ctrl-C among them, wait while the manager is in the
+        middle of its bookkeeping. For that each handler is put behind one of the manager's until `close`. False
+        leaves them alone, for Ray, notebooks and debuggers that watch over their own. The price: a
+        KeyboardInterrupt, or what else a handler raises, may then come in the middle, and leave a manager that no
+        longer answers or has lost host memory, or an optimizer's step half done. Make everything anew after it.
 
     activations, contexts: what the offload contexts of this manager use, and what makes them.
 
@@ -114,9 +119,11 @@ class TieringManager:
         transfer_stream: torch.Stream | None = None,
         steps_in_flight: int = 2,
         trace: bool = False,
+        hold_signals: bool = True,
     ) -> None:
+        yes_or_no("hold_signals", hold_signals)
         with contextlib.ExitStack() as undo:
-            self._interrupts = Interrupts()
+            self._interrupts = Interrupts(hold=hold_signals)
             self._interrupts.watch()
             undo.callback(self._interrupts.close)
             choice = PolicyChoice(policy, device_budget, slowdown)
