@@ -9,8 +9,9 @@ from functools import partial
 from .device.device import Device
 from .errors import TierFull
 from .ground.arguments import number, with_methods
-from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy, policy_by_name
+from .policies import LayerOrderPolicy, Link, PlannedPolicy, Policy
 from .policies.base import Adapted
+from .policies.by_name import policy_by_name
 from .rehearsal import Rehearsal, Wish
 from .sizes import format_bytes, parse_bytes
 from .spill.lower_tier import LowerTier

@@ -55,7 +55,7 @@ class async_save_on_cpu:
             raise ValueError(f"block_idx is {block_idx} of depth {depth}: it counts from 0 to {depth - 1}")
         if not prefetch:
             warnings.warn("prefetch=False has no effect: the policy decides", UserWarning, stacklevel=2)
-        self._loop = (manager or default_manager()).contexts.of_blocks(group, depth, min_bytes=min_bytes)
+        self._loop = (manager or default_manager())._contexts.of_blocks(group, depth, min_bytes=min_bytes)
         self._block = block_idx
         self._check = custom_check_fn
         self._hooks: saved_tensors_hooks | None = None

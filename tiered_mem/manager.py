@@ -37,7 +37,8 @@ from .ground.turn import Turn
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies import Action, PlannedPolicy, Policy, Report
+from .policies import Action, PlannedPolicy, Policy
+from .policies.planning.report import Report
 from .report import flatten, plan_report, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import chosen_tier
@@ -91,8 +92,6 @@ class TieringManager:
         leaves them alone, for Ray, notebooks and debuggers that watch over their own. The price: a
         KeyboardInterrupt, or what else a handler raises, may then come in the middle, and leave a manager that no
         longer answers or has lost host memory, or an optimizer's step half done. Make everything anew after it.
-
-    activations, contexts: what the offload contexts of this manager use, and what makes them.
 
     Use it as a context manager, or call close(); one that is forgotten frees its host memory when the last
     activation in it is gone. Raises ValueError for arguments that cannot be right, DeviceUnavailable for a device
@@ -156,7 +155,7 @@ class TieringManager:
             self._optimizers = RegisteredOptimizers(
                 self.device, self._engine, self._host, self._disk, self._turn, peak, share
             )
-            self.activations = Activations(
+            self._activations = Activations(
                 self._turn,
                 self._policy,
                 self._store,
@@ -168,8 +167,8 @@ class TieringManager:
                 before=(self._phases.free,) if share is None else (self._phases.free, self._optimizers.count),
                 after=self._optimizers.poll,
             )
-            self.contexts = Contexts(
-                self.activations,
+            self._contexts = Contexts(
+                self._activations,
                 self._policy,
                 self.device,
                 None if self._disk is None else self._disk.stats().capacity,
@@ -178,7 +177,7 @@ class TieringManager:
             )
             # Saved tensors keep these, and not the manager.
             owned = (self._engine, self._host, self._disk, self._interrupts)
-            weakref.finalize(self.activations, _abandon, *owned).atexit = False
+            weakref.finalize(self._activations, _abandon, *owned).atexit = False
             undo.pop_all()
 
     def offload_context(
@@ -195,7 +194,7 @@ class TieringManager:
         Raises ValueError where the policy does not suit that many layers, a model's layers cannot be found, or the
         disk tier is too small for any block.
         """
-        return self.contexts.of_layers(layers, min_bytes=min_bytes)
+        return self._contexts.of_layers(layers, min_bytes=min_bytes)
 
     @uninterrupted
     def attach(
@@ -217,7 +216,7 @@ class TieringManager:
         Returns a handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
         Raises ValueError as `offload_context` does, and for a model that is attached already.
         """
-        return self.contexts.attach(model, layers=layers, min_bytes=min_bytes)
+        return self._contexts.attach(model, layers=layers, min_bytes=min_bytes)
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str | None = None, variable_depth: bool = True
@@ -232,7 +231,7 @@ class TieringManager:
 
         Raises ValueError where the policy does not suit that many layers.
         """
-        return self.contexts.of_loop(num_layers, min_bytes=min_bytes, variable_depth=variable_depth)
+        return self._contexts.of_loop(num_layers, min_bytes=min_bytes, variable_depth=variable_depth)
 
     @uninterrupted
     def register_optimizer(
@@ -261,7 +260,7 @@ class TieringManager:
         TierFull where there is no room for all states, torch.OutOfMemoryError, and Closed. The optimizer is as
         before then.
         """
-        self.activations.check_open()
+        self._activations.check_open()
         if separable is not None:
             yes_or_no("separable", separable)
         return self._optimizers.register(
@@ -289,8 +288,8 @@ class TieringManager:
             return
         self._can_phase(thing)
         with self._turn:
-            self.activations.check_open()
-            self.activations.poll()
+            self._activations.check_open()
+            self._activations.poll()
             self._phases.offload(thing, gradients=gradients, owner=self)
 
     @uninterrupted
@@ -308,7 +307,7 @@ class TieringManager:
             return
         self._can_phase(thing)
         with self._turn:
-            self.activations.poll()
+            self._activations.poll()
             self._phases.reload(thing)
 
     def _can_phase(self, thing: object) -> None:
@@ -323,7 +322,7 @@ class TieringManager:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
         self._optimizers.free()
         with self._turn:
-            self.activations.poll()
+            self._activations.poll()
             self._host.poll()
             disk = None if self._disk is None else self._disk.stats()
             blocks = self._store.blocks.by_key.values()
@@ -380,8 +379,8 @@ class TieringManager:
         Raises DeviceFailed where the device dropped copies after a failure.
         """
         with self._turn:
-            self.activations.close()
-        self.contexts.close()
+            self._activations.close()
+        self._contexts.close()
         try:
             self._optimizers.close()
             with self._turn:
@@ -423,7 +422,7 @@ class TieringManager:
 
     def act(self, actions: Iterable[Action]) -> None:
         """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""
-        self.activations.act(actions)
+        self._activations.act(actions)
 
 
 def _abandon(engine: TransferEngine, host: HostTier, disk: LowerTier | None, interrupts: Interrupts) -> None:

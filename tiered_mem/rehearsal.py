@@ -9,16 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .policies import (
-    Action,
-    BudgetTooSmall,
-    Event,
-    Link,
-    PlannedPolicy,
-    StepBegin,
-    StepEnd,
-    StepMeasured,
-)
+from .policies import Action, Event, Link, PlannedPolicy
+from .policies.base import StepBegin, StepEnd, StepMeasured
+from .policies.planning.bound import BudgetTooSmall
 from .sizes import format_bytes
 
 # In the environment: a number of steps, the bytes of the budget, and the file to write, with colons between.

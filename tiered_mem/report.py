@@ -9,8 +9,9 @@ from .activations.block import Block
 from .activations.movable import WORDS
 from .allocators.base import PoolStats
 from .ground.stats import REASONS, Counters, Moved, Stats
-from .policies import PlannedPolicy, Policy, Report
+from .policies import PlannedPolicy, Policy
 from .policies.places import Place
+from .policies.planning.report import Report
 from .sizes import format_bytes
 from .spill.lower_tier import TierStats
 

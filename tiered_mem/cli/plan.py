@@ -22,12 +22,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..policies import StatesShare
 from ..policies.planning import BudgetTooSmall, Link, Profile, plan
 from ..policies.planning.advice import moved
 from ..policies.planning.bound import floor
 from ..policies.planning.needs import explained
-from ..policies.planning.share import states_to_keep
+from ..policies.planning.share import StatesShare, states_to_keep
 from ..rehearsal import MOST, VARIABLE
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json

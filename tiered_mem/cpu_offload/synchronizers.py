@@ -48,8 +48,8 @@ class OffloadSynchronizer:
             host_bytes=host_bytes,
             transfer_stream=offload_stream,
         )
-        movable = self.manager.contexts.movable(min_elements=MIN_ELEMENTS)
-        self.sequence = LayerSequence(self.manager.activations, movable, num_layers, variable_depth=variable_depth)
+        movable = self.manager._contexts.movable(min_elements=MIN_ELEMENTS)
+        self.sequence = LayerSequence(self.manager._activations, movable, num_layers, variable_depth=variable_depth)
         # The layers whose pushed tensors are taken over.
         self._offloaded: Container[int] = range(num_layers)
         self._tensors = PushedTensors()
@@ -97,7 +97,7 @@ class OffloadSynchronizer:
 
     def get_offloaded_total_size_mb(self) -> float:
         """The size in MiB of the tensors that this iteration offloaded and still needs; they may be back."""
-        return self.manager.activations.offloaded_bytes(self.sequence.keys()) / (1 << 20)
+        return self.manager._activations.offloaded_bytes(self.sequence.keys()) / (1 << 20)
 
 
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
@@ -173,7 +173,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
                 f"layer {layer} has not begun: this iteration has begun {forward.layers} of {self.num_layers}"
             )
         self._moves = {key: moves for key, moves in self._moves.items() if key[0] == forward.graph}
-        moves = LayerMoves(self.manager.activations, forward.keys[layer])
+        moves = LayerMoves(self.manager._activations, forward.keys[layer])
         return self._moves.setdefault((forward.graph, layer), moves)
 
 
@@ -205,9 +205,9 @@ class OffloadableLayerState:
             host_bytes=host_bytes,
             transfer_stream=offload_stream,
         )
-        self._movable = self.manager.contexts.movable(min_elements=MIN_ELEMENTS)
+        self._movable = self.manager._contexts.movable(min_elements=MIN_ELEMENTS)
         self._tensors = PushedTensors()
-        self._moves = LayerMoves(self.manager.activations)
+        self._moves = LayerMoves(self.manager._activations)
         self._forward: ForwardPass | None = None
 
     @property
@@ -220,7 +220,7 @@ class OffloadableLayerState:
         """Takes over a tensor, which stays usable."""
         self._moves.require("push_tensor", "not_offloaded")
         if self._forward is None:
-            self._forward = ForwardPass(self.manager.activations, self._movable, 1)
+            self._forward = ForwardPass(self.manager._activations, self._movable, 1)
             self._forward.begin_layer()
             self._moves.keys = self._forward.keys[0]
         return self._tensors.push(self._forward, tensor)
@@ -252,8 +252,8 @@ class OffloadableLayerState:
         if self._forward is not None:
             self._forward.end()
         self._forward = None
-        self._moves = LayerMoves(self.manager.activations)
+        self._moves = LayerMoves(self.manager._activations)
 
     def get_offloaded_total_size_mb(self) -> float:
         """The size in MiB of the tensors that were offloaded and not dropped since; they may be back."""
-        return self.manager.activations.offloaded_bytes(self._moves.keys) / (1 << 20)
+        return self.manager._activations.offloaded_bytes(self._moves.keys) / (1 << 20)

@@ -14,7 +14,7 @@ import torch
 from ..device.device import Device
 from ..device.peak import DevicePeak
 from ..device.transfer import TransferEngine
-from ..policies import StatesShare
+from ..policies.planning.share import StatesShare
 from ..sizes import format_bytes
 from ..spill.lower_tier import LowerTier
 from ..tiers.host_tier import HostTier
