@@ -13,9 +13,13 @@ from .moments import Moments
 class BudgetTooSmall(ValueError):
     """No plan keeps the budget.
 
-    budget, floor: bytes; the floor is the least budget that the step can be run in. position: where it is needed.
-    unmovable: the part of the floor that is no block; the rest is in use there. where: the position and what is
-    there, in words. helps: what would help.
+    Args:
+        budget: In bytes.
+        floor: The least budget that the step can be run in, in bytes.
+        position: Where it is needed.
+        unmovable: The part of the floor that is no block; the rest is in use there.
+        where: The position and what is there, in words.
+        helps: What would help.
     """
 
     def __init__(

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 class Link:
     """What `tiered-mem probe` measures of the link between device and host, or host and drive.
 
-    out, back: bytes each second, away from the device and back to it.
-    both: each direction's share of its rate while the other is busy, above 0 and up to 1.
-    latency: seconds that a copy takes beside its bytes.
-    drive: the same of the drive below the host; None where there is none.
+    Args:
+        out: Bytes each second, away from the device.
+        back: Bytes each second, back to the device.
+        both: Each direction's share of its rate while the other is busy, above 0 and up to 1.
+        latency: Seconds that a copy takes beside its bytes.
+        drive: The same of the drive below the host; None where there is none.
 
-    Raises ValueError for a rate or a share that is not above 0, a share above 1, and a latency below 0.
+    Raises:
+        ValueError: A rate or a share is not above 0, a share is above 1, or a latency is below 0.
     """
 
     out: float
@@ -31,5 +34,9 @@ class Link:
             )
 
     def exchange(self, nbytes: int) -> float:
-        """The seconds in which so many bytes cross it in both directions, side by side."""
+        """The seconds in which bytes cross it in both directions, side by side.
+
+        Args:
+            nbytes: The bytes of each direction.
+        """
         return nbytes / (min(self.out, self.back) * self.both)
