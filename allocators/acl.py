@@ -17,8 +17,11 @@ class AclPinnedMemory(PinnedByRuntime):
     initialised and a device set on the calling thread, as `torch.npu.set_device(...)` does. Where the
     runtime fails for another reason than memory, allocate and deallocate raise AclError.
 
-    `library` is the name or path of Ascend's runtime; a name also finds a library that is loaded already.
-    Raises OSError if there is no such library, or if it lacks a function.
+    Args:
+        library: The name or path of Ascend's runtime; a name also finds a library that is loaded already.
+
+    Raises:
+        OSError: There is no such library, or it lacks a function.
     """
 
     def __init__(self, library: str = "libascendcl.so") -> None:

@@ -26,22 +26,39 @@ class HostMemory(Protocol):
     """
 
     def allocate(self, nbytes: int) -> Region:
-        """Return `nbytes` bytes that start on a 4096-byte boundary.
+        """Return a region that starts on a 4096-byte boundary.
 
-        Raises ValueError if `nbytes` is not positive, OutOfHostMemory if there is not enough memory,
-        and RuntimeError once closed.
+        Args:
+            nbytes: Its size.
+
+        Raises:
+            ValueError: `nbytes` is not positive.
+            OutOfHostMemory: There is not enough memory.
+            RuntimeError: The source is closed.
         """
 
     def deallocate(self, region: Region) -> None:
-        """Take back a region. Raises ValueError if it is unknown here or was freed already."""
+        """Take back a region.
+
+        Args:
+            region: As `allocate` returned it.
+
+        Raises:
+            ValueError: It is unknown here or was freed already.
+        """
 
     def footprint(self, nbytes: int) -> int:
-        """Return how much memory a region of `nbytes` takes, with what rounding and bookkeeping add."""
+        """Return how much memory a region takes, with what rounding and bookkeeping add.
+
+        Args:
+            nbytes: Its size.
+        """
 
     def close(self) -> None:
         """Release everything held. Idempotent.
 
-        Raises RuntimeError, and changes nothing, while regions are still allocated.
+        Raises:
+            RuntimeError: Regions are still allocated. Nothing has changed then.
         """
 
 
@@ -49,7 +66,14 @@ class HostPool(HostMemory, Protocol):
     """A `HostMemory` that cuts its regions out of larger slabs, and keeps count."""
 
     def slab(self, region: Region) -> Region:
-        """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
+        """Return the slab that an allocated region lies in.
+
+        Args:
+            region: As `allocate` returned it.
+
+        Raises:
+            ValueError: It is not allocated here.
+        """
 
     def trim(self) -> int:
         """Give unused memory back to where it came from. Return how many bytes."""
@@ -72,9 +96,17 @@ class Region(NamedTuple):
 class PoolStats:
     """The state of a `HostPool`: bytes, unless said otherwise.
 
-    The pool holds `reserved` in `slabs` slabs. Of that `used` is allocated now, in sizes rounded up to 4096, and
-    `peak` was the most. `largest_free` is the largest request that needs no growth. `failures` counts the requests
-    that ended in OutOfHostMemory, `source_calls` the slabs asked of `source`, and `source_failures` its refusals.
+    Args:
+        source: The name of the source of its slabs.
+        capacity: The most that it may hold, or None.
+        reserved: As much it holds.
+        used: Of that, what is allocated now, in sizes rounded up to 4096.
+        peak: The most that was.
+        largest_free: The largest request that needs no growth.
+        slabs: The number of slabs.
+        failures: The number of requests that ended in OutOfHostMemory.
+        source_calls: The number of slabs asked of the source.
+        source_failures: The number of its refusals.
     """
 
     source: str
@@ -99,9 +131,16 @@ class PoolStats:
 class OutOfHostMemory(MemoryError):
     """Host memory could not be had.
 
-    `needed`, `used`, `free`, `largest_free` and `limit` are in bytes; the last three are None where
-    they are unknown. A request that can never be met has `needed > limit`; any other may succeed once
-    memory is freed.
+    A request that can never be met has `needed > limit`; any other may succeed once memory is freed.
+
+    Args:
+        reason: Why.
+        advice: What helps.
+        needed: The bytes that were asked for.
+        used: The bytes that are allocated.
+        free: The bytes that are free, or None where that is unknown.
+        largest_free: The most of them in one piece, or None.
+        limit: The most bytes that there may be, or None.
     """
 
     reason: str
@@ -136,7 +175,16 @@ class DirectMemory(ABC, Generic[Held]):
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Region:
-        """See `HostMemory.allocate` and the class."""
+        """Return a region that starts on a 4096-byte boundary.
+
+        Args:
+            nbytes: Its size.
+
+        Raises:
+            ValueError: `nbytes` is not positive.
+            OutOfHostMemory: There is not enough memory.
+            RuntimeError: The source is closed, or fails as its class says.
+        """
         check_request(self, nbytes, self._closed)
         try:
             if nbytes > _LARGEST:  # ctypes would cut it down to 64 bits without a word
@@ -154,8 +202,13 @@ class DirectMemory(ABC, Generic[Held]):
     def deallocate(self, region: Region) -> None:
         """Give a region back at once, without waiting for the device.
 
-        Raises ValueError if the region is unknown here or was freed already. Where giving it back fails
-        the region stays allocated, and the call can be repeated.
+        Where giving it back fails the region stays allocated, and the call can be repeated.
+
+        Args:
+            region: As `allocate` returned it.
+
+        Raises:
+            ValueError: It is unknown here or was freed already.
         """
         with self._lock:
             entry = self._live.get(region.ptr)
@@ -166,11 +219,19 @@ class DirectMemory(ABC, Generic[Held]):
             self._used -= region.nbytes
 
     def footprint(self, nbytes: int) -> int:
-        """Return how much memory a region takes: whole pages."""
+        """Return how much memory a region takes: whole pages.
+
+        Args:
+            nbytes: Its size.
+        """
         return round_up(nbytes)
 
     def close(self) -> None:
-        """Refuse further requests. Raises RuntimeError while regions are still allocated."""
+        """Refuse further requests.
+
+        Raises:
+            RuntimeError: Regions are still allocated.
+        """
         with self._lock:
             if self._live:
                 raise still_allocated(self, [region for region, _ in self._live.values()])

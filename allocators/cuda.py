@@ -18,8 +18,11 @@ class CudaPinnedMemory(PinnedByRuntime):
     context of the calling thread's device, if there is none. Where CUDA fails for another reason than
     memory, allocate and deallocate raise CudaError.
 
-    library: the name or path of libcudart; None is the one that is loaded already, or else the newest.
-        Raises OSError if there is none.
+    Args:
+        library: The name or path of libcudart; None is the one that is loaded already, or else the newest.
+
+    Raises:
+        OSError: There is none.
     """
 
     PORTABLE = 1  # cudaHostAllocPortable

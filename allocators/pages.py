@@ -32,8 +32,12 @@ class PageableMemory(DirectMemory["Pages"]):
     The memory is not pinned, so that devices copy to and from it synchronously. It is zeroed, and takes up RAM when
     it is first written.
 
-    numa_node: where the memory should lie as long as there is room. Where the kernel refuses, as it does in many
-    containers, this is logged once. Raises ValueError for a negative node.
+    Args:
+        numa_node: Where the memory should lie as long as there is room. Where the kernel refuses, as it does in
+            many containers, this is logged once.
+
+    Raises:
+        ValueError: The node is negative.
     """
 
     def __init__(self, numa_node: int | None = None) -> None:
@@ -44,7 +48,11 @@ class PageableMemory(DirectMemory["Pages"]):
         self._told_of_node = False
 
     def footprint(self, nbytes: int) -> int:
-        """Return how much memory a region takes: whole pages of the kernel."""
+        """Return how much memory a region takes: whole pages of the kernel.
+
+        Args:
+            nbytes: Its size.
+        """
         return whole_pages(nbytes)
 
     def _obtain(self, nbytes: int) -> tuple[int, Pages]:
@@ -82,6 +90,9 @@ class LockedMemory(PageableMemory):
 
     Devices do not know that, so copies are those of pageable memory without the page faults. The process must be
     allowed to lock as much; otherwise a request raises OutOfHostMemory.
+
+    Args:
+        numa_node: As for PageableMemory.
     """
 
     def _obtain(self, nbytes: int) -> tuple[int, Pages]:

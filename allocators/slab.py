@@ -38,15 +38,21 @@ class SlabPool:
     many regions there are. A region never crosses slabs. The pool computes with addresses only and never touches
     the memory.
 
-    It grows on demand, to `capacity` bytes at most (None: no limit). A new slab holds eight of the largest requests
+    It grows on demand. A new slab holds eight of the largest requests
     so far, but about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A slab holds a
     whole number of the request that it is taken for, since what is left at its end is lost to large requests. A
     source that refuses a slab is asked for smaller ones.
 
-    The source must outlive the pool, which does not close it.
-
     Threads may share a pool. `deallocate` may be called from `__del__` and from weakref callbacks, which can run in
     the middle of another call to the pool, on the same thread.
+
+    Args:
+        source: Gives the slabs. It must outlive the pool, which does not close it.
+        slab_bytes: About the largest size of a slab.
+        capacity: The most bytes in all. None is no limit.
+
+    Raises:
+        ValueError: slab_bytes is not positive, or capacity is below 4096 bytes.
     """
 
     def __init__(self, source: HostMemory, slab_bytes: int = 1 << 30, capacity: int | None = None) -> None:
@@ -71,10 +77,15 @@ class SlabPool:
         self._back: deque[tuple[Region, Region]] = deque()  # regions and their slabs
 
     def allocate(self, nbytes: int) -> Region:
-        """Return a region of `nbytes` bytes on a 4096-byte boundary, growing the pool if need be.
+        """Return a region on a 4096-byte boundary, growing the pool if need be.
 
-        Raises OutOfHostMemory if the capacity or the source does not allow it, ValueError if `nbytes`
-        is not positive, and RuntimeError once closed.
+        Args:
+            nbytes: Its size.
+
+        Raises:
+            OutOfHostMemory: The capacity or the source does not allow it.
+            ValueError: `nbytes` is not positive.
+            RuntimeError: The pool is closed.
         """
         with self._lock:
             self._merge_back()
@@ -95,22 +106,39 @@ class SlabPool:
             return region
 
     def deallocate(self, region: Region) -> None:
-        """Take back a region. Raises ValueError if it is unknown here or was freed already."""
+        """Take back a region.
+
+        Args:
+            region: As `allocate` returned it.
+
+        Raises:
+            ValueError: It is unknown here or was freed already.
+        """
         with self._lock:
             slab = self.slab(region)
             del self._live[region.ptr]
             self._back.append((region, slab))
 
     def footprint(self, nbytes: int) -> int:
-        """Return how much memory a region takes: whole pages."""
+        """Return how much memory a region takes: whole pages.
+
+        Args:
+            nbytes: Its size.
+        """
         return round_up(nbytes)
 
     def preallocate(self, nbytes: int) -> None:
-        """Reserve `nbytes` now, so that no step has to wait for a slab. The slabs are of up to 16 GiB.
+        """Reserve memory now, so that no step has to wait for a slab. The slabs are of up to 16 GiB.
 
         It is under 4096 bytes less if the capacity is not whole units, and up to a 16th of `slab_bytes` less if the
-        capacity is short and the source rounds up. Raises ValueError above the capacity, and OutOfHostMemory where
-        the source gives less; what it gave is kept.
+        capacity is short and the source rounds up.
+
+        Args:
+            nbytes: As much in all.
+
+        Raises:
+            ValueError: It is above the capacity.
+            OutOfHostMemory: The source gives less. What it gave is kept.
         """
         with self._lock:
             self._merge_back()
@@ -129,7 +157,14 @@ class SlabPool:
             self._log_growth("pool has", self._reserved, began)
 
     def slab(self, region: Region) -> Region:
-        """Return the slab that an allocated region lies in. Raises ValueError if it is not allocated here."""
+        """Return the slab that an allocated region lies in.
+
+        Args:
+            region: As `allocate` returned it.
+
+        Raises:
+            ValueError: It is not allocated here.
+        """
         known, slab = self._live.get(region.ptr, (None, None))
         if slab is None or known != region:
             raise not_allocated(self, region)
@@ -168,8 +203,10 @@ class SlabPool:
     def close(self) -> None:
         """Give all slabs back to the source. Idempotent.
 
-        Raises RuntimeError, and changes nothing, while regions are still allocated: a device may be
-        copying to them. An error of the source is passed on, and `close` may then be called again.
+        An error of the source is passed on, and `close` may then be called again.
+
+        Raises:
+            RuntimeError: Regions are still allocated: a device may be copying to them. Nothing has changed then.
         """
         with self._lock:
             if self._live:

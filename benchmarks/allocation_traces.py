@@ -8,7 +8,7 @@ from itertools import count
 from random import Random
 
 from benchmarks.recorded import Allocated, Deallocated, Marked, Operation
-from tiered_mem.allocators import round_up
+from tiered_mem.allocators.base import round_up
 
 MIB = 1 << 20
 STEPS = 60

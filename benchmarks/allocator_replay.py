@@ -35,7 +35,8 @@ from rich.table import Table
 
 from benchmarks.allocation_traces import generated_traces
 from benchmarks.recorded import Allocated, Deallocated, Marked, Operation, read_trace
-from tiered_mem.allocators import HostMemory, OutOfHostMemory, Region, SlabPool, round_up
+from tiered_mem.allocators import HostMemory, Region, SlabPool
+from tiered_mem.allocators.base import OutOfHostMemory, round_up
 from tiered_mem.sizes import format_bytes, parse_bytes
 
 RECORDED = Path(__file__).parent / "traces"

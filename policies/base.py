@@ -38,23 +38,42 @@ class Policy:
     places: Places[Any]
 
     def follow(self, places: Places[Any]) -> None:
-        """Begins to work for whoever moves these blocks. Called before the first event."""
+        """Begins to work for the manager that moves these blocks. Called before the first event.
+
+        Args:
+            places: Where the blocks are, now and later.
+        """
         self.places = places
 
     def check(self, num_layers: int) -> None:
-        """Raises ValueError if a model of this many layers does not suit the policy."""
+        """Looks whether a model suits the policy.
+
+        Args:
+            num_layers: How many layers it has.
+
+        Raises:
+            ValueError: It does not.
+        """
 
     def decide(self, event: Event) -> Sequence[Action]:
-        """The actions to take now, in order: a list, or `Each`. () for events that it does not handle.
+        """Answers an event. Called under the manager's lock: never blocks.
 
-        Called under the manager's lock: never blocks.
+        Args:
+            event: What happens next, or has happened.
+
+        Returns:
+            The actions to take now, in order: a list, or `Each`. () for events that it does not handle.
         """
         return ()
 
     def lacks(self, nbytes: int) -> int:
-        """The bytes that the device lacks if so many come that are no blocks, though all leaves that can.
+        """Where a context chooses itself from which size on tensors are blocks, smaller ones become blocks by this.
 
-        Where a context chooses itself from which size on tensors are blocks, smaller ones become blocks then.
+        Args:
+            nbytes: As many come that are no blocks.
+
+        Returns:
+            The bytes that the device then lacks, though all leaves that can.
         """
         return 0
 
@@ -99,7 +118,12 @@ class Adapted(Policy):
 
 @dataclass(frozen=True, slots=True)
 class ForwardBegin:
-    """A forward through a model of `num_layers` layers begins. It may turn out that more or fewer of them run."""
+    """A forward through a model begins.
+
+    Args:
+        graph: Names this forward from now on.
+        num_layers: How many layers are expected. It may turn out that more or fewer of them run.
+    """
 
     graph: int
     num_layers: int
@@ -111,6 +135,11 @@ class LayerBegin:
 
     Backwards come in any order, and also between forwards. One may be told several times, or of a graph that has no
     blocks any more.
+
+    Args:
+        graph: The forward.
+        layer: The layer's position in it.
+        backward: It is the layer's backward.
     """
 
     graph: int
@@ -120,7 +149,12 @@ class LayerBegin:
 
 @dataclass(frozen=True, slots=True)
 class LayerEnd:
-    """A layer's forward has ended. All that it saves is known, but for blocks that are saved between layers."""
+    """A layer's forward has ended. All that it saves is known, but for blocks that are saved between layers.
+
+    Args:
+        graph: The forward.
+        layer: The layer's position in it.
+    """
 
     graph: int
     layer: int
@@ -128,7 +162,11 @@ class LayerEnd:
 
 @dataclass(frozen=True, slots=True)
 class ForwardEnd:
-    """The forward has ended. It may have ended early, by an exception."""
+    """The forward has ended. It may have ended early, by an exception.
+
+    Args:
+        graph: The forward.
+    """
 
     graph: int
 
@@ -140,7 +178,10 @@ class Saved:
     Told when the layer ends, or earlier once 64 MiB have gathered, or as many as the policy's `gather_bytes`.
     A block that a later layer saves too is told again, with that layer.
 
-    blocks: the key of each and its size in bytes, in the order of the saves.
+    Args:
+        graph: The forward.
+        layer: The layer's position in it.
+        blocks: The key of each and its size in bytes, in the order of the saves.
     """
 
     graph: int
@@ -152,6 +193,9 @@ class Saved:
 class Dropped:
     """Nobody needs these blocks any more. Told before the next event, or when as many bytes have gone as are
     gathered for `Saved`.
+
+    Args:
+        keys: Of the blocks.
     """
 
     keys: Sequence[int]
@@ -159,12 +203,15 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class HostPressure:
-    """`nbytes` bytes of the host tier should go down to disk. Only told where there is a disk tier.
+    """Blocks in the host tier should go down to disk. Only told where there is a disk tier.
 
     Told when the host is nearly full, and when a slot is missing. Either may be while the Offload actions of an
     answer are done, before the actions that follow them. A slot is also missing where backward needs a block that
     is on disk, and where a module is offloaded. Of the answer only Release and Spill are done. The policy is told
     again, with what is still missing, until it answers nothing new.
+
+    Args:
+        nbytes: As many bytes should go.
     """
 
     nbytes: int
@@ -271,21 +318,33 @@ class StepMeasured:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Begin to copy the block to the host. It stays on the device until it is released."""
+    """Begin to copy the block to the host. It stays on the device until it is released.
+
+    Args:
+        key: Of the block.
+    """
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give up the block's device memory: work issued from now on waits, on the device, for its copy to end."""
+    """Give up the block's device memory: work issued from now on waits, on the device, for its copy to end.
+
+    Args:
+        key: Of the block.
+    """
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """Begin to copy the block back to the device; one that is on disk is read first."""
+    """Begin to copy the block back to the device; one that is on disk is read first.
+
+    Args:
+        key: Of the block.
+    """
 
     key: int
 
@@ -295,6 +354,9 @@ class Spill:
     """Begin to write a block that is on the host to disk. Its host memory is free when the file is complete.
 
     Does nothing for a block that is elsewhere.
+
+    Args:
+        key: Of the block.
     """
 
     key: int
@@ -306,6 +368,9 @@ class Fetch:
 
     Where the host has no room for it, it is read as soon as there is some.
     Does nothing for a block that is elsewhere.
+
+    Args:
+        key: Of the block.
     """
 
     key: int
@@ -332,7 +397,12 @@ def after(action: type[Action], place: Place, sinking: bool) -> tuple[Place, boo
 
 
 class Each(Sequence[Action]):
-    """One kind of action for several blocks, in the order of their keys: a list of them that takes less time."""
+    """One kind of action for several blocks, in the order of their keys: a list of them that takes less time.
+
+    Args:
+        kind: The kind, such as Offload.
+        keys: Of the blocks.
+    """
 
     __slots__ = ("keys", "kind")
 

@@ -37,12 +37,14 @@ class LRUPolicy(Policy):
     beyond those are fetched from disk. Blocks that backward has used and still holds are the first to leave again.
     Under host pressure the blocks that left the longest ago go to disk.
 
-    device_bytes: an int of bytes or a string such as "4GiB". The policy hears of blocks when a sixteenth of that
-        has been saved, or 64 MiB: by so much the device may hold more.
-    read_ahead: the bytes that may be back before backward needs them; at least one block is. None is a quarter of
-        device_bytes.
+    Args:
+        device_bytes: An int of bytes or a string such as "4GiB". The policy hears of blocks when a sixteenth of
+            that has been saved, or 64 MiB: by so much the device may hold more.
+        read_ahead: The bytes that may be back before backward needs them; at least one block is. None is a quarter
+            of device_bytes.
 
-    Raises ValueError for a size below 1 byte, and for a read_ahead above device_bytes.
+    Raises:
+        ValueError: A size is below 1 byte, or read_ahead is above device_bytes.
     """
 
     def __init__(self, device_bytes: int | str = "1GiB", *, read_ahead: int | str | None = None) -> None:

@@ -29,8 +29,15 @@ ON_DEVICE = (Place.DEVICE, Place.LEAVING, Place.ARRIVING)
 class Placed:
     """A block, as policies know it.
 
-    key: names it. nbytes: its size. sinking: it is to go on to disk, or is being written. rising: it was on disk,
-    and is to be on the host before it is needed. stuck: it was to leave, and its bytes cannot be copied.
+    Args:
+        key: Names it.
+        nbytes: Its size.
+
+    Attributes:
+        place: Where it is.
+        sinking: It is to go on to disk, or is being written.
+        rising: It was on disk, and is to be on the host before it is needed.
+        stuck: It was to leave, and its bytes cannot be copied.
     """
 
     __slots__ = ("key", "nbytes", "place", "rising", "sinking", "stuck")
@@ -53,8 +60,10 @@ B = TypeVar("B", bound=Placed)
 class Places(Generic[B]):
     """The blocks that somebody still needs.
 
-    by_key: all of them, in the order in which they were first saved. find: None for a block that is gone.
-    resident: the bytes of those that are on the device.
+    Attributes:
+        by_key: All of them, in the order in which they were first saved.
+        find: Gives the block of a key, or None for one that is gone.
+        resident: The bytes of those that are on the device.
     """
 
     def __init__(self) -> None:
@@ -63,20 +72,40 @@ class Places(Generic[B]):
         self.resident = 0
 
     def add(self, block: B) -> None:
-        """A new block is on the device."""
+        """Adds a new block.
+
+        Args:
+            block: It is on the device.
+        """
         self.by_key[block.key] = block
         self.resident += block.nbytes
 
     def move(self, block: B, to: Place) -> None:
-        """Where many blocks move at once, `resident` may be written with all of them."""
+        """Notes that a block has moved. Where many do at once, `resident` may be written with all of them.
+
+        Args:
+            block: The block.
+            to: Where it is now.
+        """
         self.resident += block.nbytes * ((to in ON_DEVICE) - (block.place in ON_DEVICE))
         block.place = to
 
     def remove(self, block: B) -> None:
-        """Nobody needs it any more."""
+        """Takes a block out.
+
+        Args:
+            block: Nobody needs it any more.
+        """
         self.move(block, Place.GONE)
         del self.by_key[block.key]
 
     def on_disk(self, keys: Collection[int]) -> list[int]:
-        """Those of the blocks that are on disk, or on their way there."""
+        """Finds the blocks that are on disk, or on their way there.
+
+        Args:
+            keys: Of the blocks to look at.
+
+        Returns:
+            The keys of those, in the same order.
+        """
         return [key for key in keys if (block := self.find(key)) is not None and block.below_host]

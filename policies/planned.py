@@ -34,8 +34,8 @@ from .base import (
 )
 from .places import Places
 from .planning.disk_and_states import StatesShare
-from .planning.plan import BudgetTooSmall, Link
 from .planning.player import Ease, Player
+from .planning.profile import BudgetTooSmall, Link
 from .planning.repertoire import Repertoire
 from .planning.report import Account, Overrun, OverrunCause, Overruns, Report
 from .planning.step import StepUnderWay
@@ -82,20 +82,28 @@ class PlannedPolicy(Policy):
     Where a step does not go as planned, what is leaving is released early, and then the oldest blocks leave: that
     costs time and keeps the budget.
 
-    budget: bytes of the device for everything, an int or a string such as "60GiB".
-    fragments: of these, what lies unused in torch's pool between tensors. When a step has been recorded it is what
-        that step had at its fullest and half of `fragments`, but at least `fragments` and at most a quarter of the
-        budget. Where a step has more of it, blocks leave earlier. None: the budget is for what is allocated.
-    link: the rates of copies.
-    slowdown: a step may be longer by this share of its compute time, if that saves memory. None uses the budget.
-    host_bytes: what the host tier holds. With a link that has a drive, spills and fetches are planned too.
-    margin: bytes of the budget that are used only where a step needs them. After each step above the budget it is
-        more by what that was above it, and at least 0.2 % of the budget; up to 5 %.
+    Once a step is measured, `decide` raises BudgetTooSmall where no plan can keep the budget.
 
-    states: what is said of optimizer states that may have a part of the budget.
+    Args:
+        budget: Bytes of the device for everything, an int or a string such as "60GiB".
+        link: The rates of copies.
+        fragments: Of the budget, the bytes that lie unused in torch's pool between tensors. When a step has been
+            recorded it is what that step had at its fullest and half of `fragments`, but at least `fragments` and
+            at most a quarter of the budget. Where a step has more of it, blocks leave earlier. None: the budget is
+            for what is allocated.
+        slowdown: A step may be longer by this share of its compute time, if that saves memory. None uses the
+            budget.
+        host_bytes: The bytes that the host tier holds. With a link that has a drive, spills and fetches are planned
+            too.
+        margin: Bytes of the budget that are used only where a step needs them. After each step above the budget it
+            is more by what that was above it, and at least 0.2 % of the budget; up to 5 %.
 
-    Raises ValueError for a size below 1 byte and a slowdown below 0, TypeError for a slowdown that is no number.
-    `decide` raises BudgetTooSmall, once a step is measured, where no plan can keep the budget.
+    Attributes:
+        states: What is said of optimizer states that may have a part of the budget.
+
+    Raises:
+        ValueError: A size is below 1 byte, or slowdown is below 0.
+        TypeError: slowdown is no number.
     """
 
     def __init__(
@@ -147,7 +155,6 @@ class PlannedPolicy(Policy):
         self._player.places = places
 
     def lacks(self, nbytes: int) -> int:
-        """The bytes that are too many where so many more come in this step that are no blocks."""
         return self._player.lacks(nbytes)
 
     @property

@@ -20,19 +20,21 @@ class SynchronizationDictPolicy(LayerPolicy["_Progress"]):
     Layers are numbered by the order in which their forwards begin. A layer's copy to the host begins when its
     forward ends. At one moment, releases come before reloads.
 
-    schedule: layer -> (offload_fwd, offload_num, reload_fwd, reload_num). The layer's device memory is released
-        when layer `offload_num` begins its forward (offload_fwd is True) or its backward (False); its reload starts
-        when layer `reload_num` begins its forward or its backward. A reload at the layer's own backward overlaps
-        with nothing.
-    order: all forwards and backwards of a step, such as ["F0", "F1", "B1", "B0"]. With it the schedule is checked
-        exactly; without it, an entry that is wrong only for some orders of the backwards is accepted.
-
     A layer that is not back when its own backward begins is reloaded then. Under host pressure the layers that are
     reloaded last go to disk first, and they are fetched at the reload before theirs. Without `order` all forwards
     are assumed to come before the backwards, and the backwards to go from the last layer to the first.
 
-    Raises ValueError for an entry of another form; for one that releases a layer before its forward is over,
-    reloads it before it is released, or needs it before it is reloaded; and for entries that fit no common order.
+    Args:
+        schedule: layer -> (offload_fwd, offload_num, reload_fwd, reload_num). The layer's device memory is released
+            when layer `offload_num` begins its forward (offload_fwd is True) or its backward (False); its reload
+            starts when layer `reload_num` begins its forward or its backward. A reload at the layer's own backward
+            overlaps with nothing.
+        order: All forwards and backwards of a step, such as ["F0", "F1", "B1", "B0"]. With it the schedule is
+            checked exactly; without it, an entry that is wrong only for some orders of the backwards is accepted.
+
+    Raises:
+        ValueError: An entry has another form, releases a layer before its forward is over, reloads it before it is
+            released, or needs it before it is reloaded; or entries fit no common order.
     """
 
     def __init__(

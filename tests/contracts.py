@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tiered_mem.allocators import HostMemory, OutOfHostMemory, Region
+from tiered_mem.allocators import HostMemory, Region
+from tiered_mem.allocators.base import OutOfHostMemory
 
 
 def check_host_memory(make: Callable[[], HostMemory]) -> None:

@@ -40,16 +40,16 @@ class Service:
         )
 
     def save(self, tensor: torch.Tensor) -> Block:
-        return self.manager.activations.save(tensor, graph=0, layer=0)[0]
+        return self.manager._activations.save(tensor, graph=0, layer=0)[0]
 
     def let_go(self, block: Block) -> None:
         """As a saved tensor does that dies."""
-        self.manager.activations.dropped.append(block)
-        self.manager.activations.free_dropped()
+        self.manager._activations.dropped.append(block)
+        self.manager._activations.free_dropped()
 
     def do(self, *actions: Action) -> None:
         self._policy.next = list(actions)
-        self.manager.activations.notify(LayerEnd(graph=0, layer=0))
+        self.manager._activations.notify(LayerEnd(graph=0, layer=0))
 
 
 def make_tensor(device: str, nbytes: int = NBYTES) -> torch.Tensor:

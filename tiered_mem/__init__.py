@@ -30,13 +30,16 @@ from .errors import (
 if TYPE_CHECKING:
     from . import optim
     from .activations.contexts import OffloadContext
+    from .allocators.base import OutOfHostMemory
     from .block_context import async_save_on_cpu
     from .configuration import configure, default_manager
     from .manager import TieringManager
+    from .policies.planning.profile import BudgetTooSmall
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetTooSmall",
     "ChangedTensor",
     "Closed",
     "CorruptRecord",
@@ -46,6 +49,7 @@ __all__ = [
     "OffloadContext",
     "OffloadRefused",
     "Offloaded",
+    "OutOfHostMemory",
     "PinningFailed",
     "PolicyError",
     "Reentered",
@@ -59,8 +63,10 @@ __all__ = [
     "optim",
 ]
 
-_WITH_TORCH = {
+_ON_REQUEST = {
+    "BudgetTooSmall": ".policies.planning.plan",
     "OffloadContext": ".activations.contexts",
+    "OutOfHostMemory": ".allocators.base",
     "TieringManager": ".manager",
     "async_save_on_cpu": ".block_context",
     "configure": ".configuration",
@@ -79,10 +85,10 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name in _MODULES:
             return importlib.import_module(f".{name}", __name__)
-        if name not in _WITH_TORCH:
+        if name not in _ON_REQUEST:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            module = importlib.import_module(_WITH_TORCH[name], __name__)
+            module = importlib.import_module(_ON_REQUEST[name], __name__)
         except RuntimeError as error:
             # A backend that torch loads of its own accord has failed, and torch with it, in 30 lines.
             if "torch" in sys.modules or error.__cause__ is None:

@@ -22,18 +22,22 @@ class async_save_on_cpu:
             with async_save_on_cpu(h2d_stream, d2h_stream, block_idx=i, depth=len(blocks)):
                 x = block(x)
 
-    h2d_stream, d2h_stream: not used. The manager has streams of its own.
-    block_idx: the block's number. One that is not above the last one begins a new forward.
-    depth: how many blocks there are.
-    custom_check_fn: is asked for each tensor, and says False for one that is to stay.
-    prefetch: True. When a block comes back is the policy's to say, and False gives a warning.
-    group: the blocks of each group are counted apart, where a model has several loops.
-    reserve_pin_memory: need not be given. Host memory is kept in a pool and used again in any case.
-    min_bytes: as for TieringManager.offload_context().
-    manager: None is the default manager.
+    It does nothing where gradients are off.
 
-    It does nothing where gradients are off. Raises ValueError for a block_idx that is not below depth, and what
-    `TieringManager.layer_context` does.
+    Args:
+        h2d_stream: Not used. The manager has streams of its own.
+        d2h_stream: Not used either.
+        block_idx: The block's number. One that is not above the last one begins a new forward.
+        depth: How many blocks there are.
+        custom_check_fn: Is asked for each tensor, and says False for one that is to stay.
+        prefetch: True. When a block comes back is the policy's to say, and False gives a warning.
+        group: The blocks of each group are counted apart, where a model has several loops.
+        reserve_pin_memory: Need not be given. Host memory is kept in a pool and used again in any case.
+        min_bytes: As for TieringManager.offload_context().
+        manager: None is the default manager.
+
+    Raises:
+        ValueError: block_idx is not below depth, or `TieringManager.layer_context` raises it.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class async_save_on_cpu:
             raise ValueError(f"block_idx is {block_idx} of depth {depth}: it counts from 0 to {depth - 1}")
         if not prefetch:
             warnings.warn("prefetch=False has no effect: the policy decides", UserWarning, stacklevel=2)
-        self._loop = (manager or default_manager()).contexts.of_blocks(group, depth, min_bytes=min_bytes)
+        self._loop = (manager or default_manager())._contexts.of_blocks(group, depth, min_bytes=min_bytes)
         self._block = block_idx
         self._check = custom_check_fn
         self._hooks: saved_tensors_hooks | None = None

@@ -14,20 +14,11 @@ from typing import Any, NamedTuple
 from .device.device import Device
 from .errors import TierFull
 from .ground.arguments import number, with_methods
-from .policies import (
-    Action,
-    BudgetTooSmall,
-    Event,
-    LayerOrderPolicy,
-    Link,
-    PlannedPolicy,
-    Policy,
-    StepBegin,
-    StepEnd,
-    StepMeasured,
-    policy_by_name,
-)
-from .policies.base import Adapted
+from .policies.base import Action, Adapted, Event, Policy, StepBegin, StepEnd, StepMeasured
+from .policies.by_name import policy_by_name
+from .policies.layer_order import LayerOrderPolicy
+from .policies.planned import PlannedPolicy
+from .policies.planning.profile import BudgetTooSmall, Link
 from .sizes import format_bytes, parse_bytes
 from .spill.lower_tier import LowerTier
 from .tiers.measure import measured_link, measured_tier

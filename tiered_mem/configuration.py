@@ -38,7 +38,12 @@ class DefaultManager:
     def configure(self, **arguments: Any) -> None:
         """Says with which arguments the manager is to be made, at its first use. A second call adds to them.
 
-        Raises TypeError for a name that TieringManager does not take, and RuntimeError once the manager is made.
+        Args:
+            **arguments: Those of TieringManager.
+
+        Raises:
+            TypeError: TieringManager does not take an argument of this name.
+            RuntimeError: The manager is made already.
         """
         inspect.signature(TieringManager).bind_partial(**arguments)
         with self._lock:
@@ -49,10 +54,14 @@ class DefaultManager:
             self._arguments |= arguments
 
     def get(self) -> TieringManager:
-        """The manager. It is closed when the process ends.
+        """The manager of the process. It is closed when the process ends.
 
-        Raises ValueError for a variable of the environment that means nothing, and what TieringManager raises. That
-        names the variables which it was told.
+        Returns:
+            The same one each time.
+
+        Raises:
+            ValueError: A variable of the environment means nothing. What TieringManager raises comes out too, with
+                the variables that it was made with.
         """
         with self._lock:
             if self._manager is None:
@@ -147,6 +156,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "spill_checksum": str,
     "steps_in_flight": _count,
     "trace": _yes_or_no,
+    "hold_signals": _yes_or_no,
 }
 
 _default = DefaultManager(os.environ)

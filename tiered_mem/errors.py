@@ -25,7 +25,16 @@ class DeviceFailed(TieredMemError, RuntimeError):
 
 
 class TierFull(TieredMemError, MemoryError):
-    """A tier has no room. All sizes in bytes; `free` may lie in pieces that are each too small."""
+    """A tier has no room.
+
+    Args:
+        tier: Its name.
+        needed: The bytes that were asked for.
+        free: The bytes that are free. They may lie in pieces that are each too small.
+        used: The bytes that are in use.
+        limit: The most bytes that the tier may take.
+        advice: What helps.
+    """
 
     def __init__(self, tier: str, *, needed: int, free: int, used: int, limit: int, advice: str) -> None:
         self.needed, self.free, self.used, self.limit = needed, free, used, limit
@@ -42,7 +51,11 @@ class SpillDirRefused(TieredMemError, OSError):
 class CorruptRecord(TieredMemError, OSError):
     """A spill file does not hold what was written to it. None of its bytes were used.
 
-    path: the file. expected, found: what differs.
+    Args:
+        path: The file.
+        what: The part of it that is wrong.
+        expected: The value that it should have.
+        found: The value that it has.
     """
 
     def __init__(self, path: str, what: str, *, expected: object, found: object) -> None:
@@ -76,7 +89,13 @@ def changed_tensor(
 class InterruptedStep(TieredMemError, RuntimeError):
     """An optimizer's step, or a load of its states, ended in the middle.
 
-    Some parameters and states are from after it, others from before. stepped: how many of `of` buckets were done.
+    Some parameters and states are from after it, others from before.
+
+    Args:
+        optimizer: Its name.
+        stepped: How many buckets were done.
+        of: How many buckets there are.
+        loading: It was a load, and no step.
     """
 
     def __init__(self, optimizer: str, stepped: int, of: int, *, loading: bool = False) -> None:

@@ -20,8 +20,7 @@ from .activations.spiller import Spiller
 from .activations.store import BlockStore
 from .allocators.base import HostPool
 from .choose_policy import PolicyChoice
-from .device.device import Device
-from .device.peak import DevicePeak
+from .device.device import Device, DevicePeak
 from .device.transfer import TransferEngine
 from .errors import DeviceFailed
 from .ground.arguments import instance, yes_or_no
@@ -49,44 +48,57 @@ _log = logging.getLogger("tiered_mem.manager")
 class TieringManager:
     """Moves blocks between the device and host memory while a model trains.
 
-    policy: a Policy, or the name of one ("layer-order", "lru"). "auto" keeps all device memory below device_budget
-        and plans for the least waiting, by what it sees of the first step. It measures the link when it is made. On
-        the cpu, which counts no memory, it is "layer-order".
-    device_budget: with "auto", the bytes of the device for everything, such as "60GiB"; None is what there is, less
-        fragments (as measured). slowdown: how much longer a step may take, as 0.05, where that saves memory.
-    device: "npu", "cuda" or "cpu", with or without an index; None is the accelerator that there is.
-    host_bytes: the most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for that
-        share of what this process may use, which is the smallest of the machine's RAM and its cgroups' limits (or
-        what TIERED_MEM_HOST_LIMIT says in their place), divided by LOCAL_WORLD_SIZE, the number of processes on the
-        machine, less what other managers of this process may take. "auto", or None, is half of it.
-    pin: how the host memory is pinned. True is the best way that torch recognises on this machine; False is not at
-        all, and the host then waits at each copy. "try" is True, or else False with a warning. The name of a source
-        (docs/tuning.md lists them) is that one.
-    preallocate: pin all of host_bytes now, and not while a step waits for it. None is yes, but no for "auto", which
-        is a limit and not a wish.
-    host_pool: a pool to use in place of one of its own. It is not closed with the manager, and managers may share
-        one. Then none of the three arguments before this one is given.
-    spill_dir: a directory on a local drive. What the host tier has no room for goes there, in files that nobody
-        else can read and that are gone when the manager is closed. None is no disk tier.
-    spill_bytes: the most that these files may take, an int of bytes or a string such as "1TiB". None is half of
-        what is free in spill_dir.
-    spill_write_budget: the most bytes to write in all, for the sake of the drive; then the tier takes no more.
-    spill_checksum: "xxh3_64", "crc32" or "none". None is "xxh3_64" if the package xxhash is installed, or "crc32".
-    disk: a tier to use in place of files: any object with the methods of a LowerTier (docs/lower_tier.md). It is
-        closed with the manager. Then none of the four arguments before this one is given.
-    transfer_stream: a stream of the device for the copies in both directions. None is two streams of its own, so
-        that copies to the host and to the device run side by side.
-    steps_in_flight: how many forwards, with their backwards, may have copies under way before the host waits. Each
-        takes host memory of its own: with 2 one is computed while the next is queued.
-    trace: record when layers, copies, waits and file operations begin and end, for export_trace() and
-        memory_summary(). It costs a few events for each layer, and about 40 MB: the last 100,000 records, and as
-        many of files, are kept for export_trace(). memory_summary() counts all.
-
-    activations, contexts: what the offload contexts of this manager use, and what makes them.
-
     Use it as a context manager, or call close(); one that is forgotten frees its host memory when the last
-    activation in it is gone. Raises ValueError for arguments that cannot be right, DeviceUnavailable for a device
-    that this machine does not have, and PinningFailed where host memory cannot be had as asked.
+    activation in it is gone.
+
+    Args:
+        policy: A Policy, or the name of one ("layer-order", "lru"). "auto" keeps all device memory below
+            device_budget and plans for the least waiting, by what it sees of the first step. It measures the link
+            when it is made. On the cpu, which counts no memory, it is "layer-order".
+        device_budget: With "auto", the bytes of the device for everything, such as "60GiB"; None is what there
+            is, less fragments (as measured).
+        slowdown: With "auto", how much longer a step may take, as 0.05, where that saves memory.
+        device: "npu", "cuda" or "cpu", with or without an index; None is the accelerator that there is.
+        host_bytes: The most host memory to use: an int of bytes, a string such as "64GiB", or a float up to 1 for
+            that share of what this process may use, which is the smallest of the machine's RAM and its cgroups'
+            limits (or what TIERED_MEM_HOST_LIMIT says in their place), divided by LOCAL_WORLD_SIZE, the number of
+            processes on the machine, less what other managers of this process may take. "auto", or None, is half
+            of it.
+        pin: How the host memory is pinned. True is the best way that torch recognises on this machine; False is
+            not at all, and the host then waits at each copy. "try" is True, or else False with a warning. The
+            name of a source (docs/tuning.md lists them) is that one.
+        preallocate: Pin all of host_bytes now, and not while a step waits for it. None is yes, but no for "auto",
+            which is a limit and not a wish.
+        host_pool: A pool to use in place of one of its own. It is not closed with the manager, and managers may
+            share one. Then none of the three arguments before this one is given.
+        spill_dir: A directory on a local drive. What the host tier has no room for goes there, in files that
+            nobody else can read and that are gone when the manager is closed. None is no disk tier.
+        spill_bytes: The most that these files may take, an int of bytes or a string such as "1TiB". None is half
+            of what is free in spill_dir.
+        spill_write_budget: The most bytes to write in all, for the sake of the drive; then the tier takes no
+            more.
+        spill_checksum: "xxh3_64", "crc32" or "none". None is "xxh3_64" if the package xxhash is installed, or
+            "crc32".
+        disk: A tier to use in place of files: any object with the methods of a LowerTier (docs/lower_tier.md). It
+            is closed with the manager. Then none of the four arguments before this one is given.
+        transfer_stream: A stream of the device for the copies in both directions. None is two streams of its own,
+            so that copies to the host and to the device run side by side.
+        steps_in_flight: How many forwards, with their backwards, may have copies under way before the host waits.
+            Each takes host memory of its own: with 2 one is computed while the next is queued.
+        trace: Record when layers, copies, waits and file operations begin and end, for export_trace() and
+            memory_summary(). It costs a few events for each layer, and about 40 MB: the last 100,000 records, and
+            as many of files, are kept for export_trace(). memory_summary() counts all.
+        hold_signals: Let the handlers of signals, Python's own for Ctrl-C among them, wait while the manager is
+            in the middle of its bookkeeping. For that each handler is put behind one of the manager's until
+            `close`. False leaves them alone, for Ray, notebooks and debuggers that watch over their own. The
+            price: a KeyboardInterrupt, or what else a handler raises, may then come in the middle, and leave a
+            manager that no longer answers or has lost host memory, or an optimizer's step half done. Make
+            everything anew after it.
+
+    Raises:
+        ValueError: Arguments cannot be right.
+        DeviceUnavailable: This machine does not have the device.
+        PinningFailed: Host memory cannot be had as asked.
     """
 
     @uninterrupted
@@ -109,9 +121,11 @@ class TieringManager:
         transfer_stream: torch.Stream | None = None,
         steps_in_flight: int = 2,
         trace: bool = False,
+        hold_signals: bool = True,
     ) -> None:
+        yes_or_no("hold_signals", hold_signals)
         with contextlib.ExitStack() as undo:
-            self._interrupts = Interrupts()
+            self._interrupts = Interrupts(hold=hold_signals)
             self._interrupts.watch()
             undo.callback(self._interrupts.close)
             choice = PolicyChoice(policy, device_budget, slowdown)
@@ -149,7 +163,7 @@ class TieringManager:
             self._optimizers = RegisteredOptimizers(
                 self.device, self._engine, self._host, self._disk, self._turn, peak, share
             )
-            self.activations = Activations(
+            self._activations = Activations(
                 self._turn,
                 self._policy,
                 self._store,
@@ -161,8 +175,8 @@ class TieringManager:
                 before=(self._phases.free,) if share is None else (self._phases.free, self._optimizers.count),
                 after=self._optimizers.poll,
             )
-            self.contexts = Contexts(
-                self.activations,
+            self._contexts = Contexts(
+                self._activations,
                 self._policy,
                 self.device,
                 None if self._disk is None else self._disk.stats().capacity,
@@ -171,7 +185,7 @@ class TieringManager:
             )
             # Saved tensors keep these, and not the manager.
             owned = (self._engine, self._host, self._disk, self._interrupts)
-            weakref.finalize(self.activations, _abandon, *owned).atexit = False
+            weakref.finalize(self._activations, _abandon, *owned).atexit = False
             undo.pop_all()
 
     def offload_context(
@@ -179,16 +193,18 @@ class TieringManager:
     ) -> OffloadContext:
         """A context for the forward: `with manager.offload_context(model.layers): loss = model(batch)`.
 
-        layers: the modules whose activations the policy may move. What other modules save stays on the device,
-            except for a layer's inputs. Of a whole model its repeated blocks are taken, and what is saved before
-            one of them begins is moved with it; a line of the log says which blocks.
-        min_bytes: smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself
-            where smaller ones fill the device.
+        Args:
+            layers: The modules whose activations the policy may move. What other modules save stays on the device,
+                except for a layer's inputs. Of a whole model its repeated blocks are taken, and what is saved
+                before one of them begins is moved with it; a line of the log says which blocks.
+            min_bytes: Smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself
+                where smaller ones fill the device.
 
-        Raises ValueError where the policy does not suit that many layers, a model's layers cannot be found, or the
-        disk tier is too small for any block.
+        Raises:
+            ValueError: The policy does not suit that many layers, a model's layers cannot be found, or the disk
+                tier is too small for any block.
         """
-        return self.contexts.of_layers(layers, min_bytes=min_bytes)
+        return self._contexts.of_layers(layers, min_bytes=min_bytes)
 
     @uninterrupted
     def attach(
@@ -200,32 +216,40 @@ class TieringManager:
     ) -> Attachment:
         """From now on what the model's layers save moves, in each forward with gradients on, by any thread.
 
-        The calls of the layers count, wherever they come from: the model, a method of it, or a wrapper. Its
-        repeated blocks are taken as by `offload_context(model)`, or `layers` of it. Attach the model before it runs
-        compiled.
-        After `close` its forwards run as if it were not attached. min_bytes is as for `offload_context`.
+        The calls of the layers count, wherever they come from: the model, a method of it, or a wrapper.
+        After `close` its forwards run as if it were not attached.
         torch.func's transforms, exports and copies of the model move nothing. A warning at the first backward says
         where no call of a layer was seen.
 
-        Returns a handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
-        Raises ValueError as `offload_context` does, and for a model that is attached already.
+        Args:
+            model: Is to be attached before it runs compiled.
+            layers: Its layers. None is its repeated blocks, as with `offload_context(model)`.
+            min_bytes: As for `offload_context`.
+
+        Returns:
+            A handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
+
+        Raises:
+            ValueError: As `offload_context` does, and for a model that is attached already.
         """
-        return self.contexts.attach(model, layers=layers, min_bytes=min_bytes)
+        return self._contexts.attach(model, layers=layers, min_bytes=min_bytes)
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str | None = None, variable_depth: bool = True
     ) -> LayerContext:
         """A context to be entered for each layer, where the loop over the layers is the user's own.
 
-        num_layers: how many layers one forward has. With several microbatches in flight: layers x microbatches.
-        min_bytes: smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself
-            where smaller ones fill the device.
-        variable_depth: a forward may have fewer layers. Say False for a pipeline, where the first layers may be
-            through with their backward before the next ones begin.
+        Args:
+            num_layers: How many layers one forward has. With several microbatches in flight: layers x microbatches.
+            min_bytes: Smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself
+                where smaller ones fill the device.
+            variable_depth: A forward may have fewer layers. Say False for a pipeline, where the first layers may be
+                through with their backward before the next ones begin.
 
-        Raises ValueError where the policy does not suit that many layers.
+        Raises:
+            ValueError: The policy does not suit that many layers.
         """
-        return self.contexts.of_loop(num_layers, min_bytes=min_bytes, variable_depth=variable_depth)
+        return self._contexts.of_loop(num_layers, min_bytes=min_bytes, variable_depth=variable_depth)
 
     @uninterrupted
     def register_optimizer(
@@ -238,23 +262,32 @@ class TieringManager:
     ) -> TieredOptimizer:
         """The optimizer to use from now on, in place of the one that is given: its states leave the device.
 
-        optimizer: any. It may have states already. What states it will have is tried out with a copy of one
-            parameter of each shape. Of a wrapper register the optimizer inside, and put the new one in its place.
-        bucket_bytes: half of the device memory that states pass through during a step; more where the state of one
-            parameter alone is larger. None is 256 MiB; with a device budget of less than 8 GiB a 32nd of that.
-        residency: where the states rest between steps. "host" is pinned host memory. "disk" is the disk tier, by
-            way of a few buckets of host memory. "device-until-offload" is the device, until `offload` is called.
-            "auto" is the host, up to half of what is free there, and then the disk, if there is one; with
-            policy="auto" as many stay on the device as make the step the shortest.
-        separable: True says that a step does to each parameter what it would do if that were the only one. Then
-            it is made bucket by bucket, after a trial. False is at once: all states come to the device for a step.
-            None is bucket by bucket for torch's own optimizers but LBFGS, and at once for all others.
+        Args:
+            optimizer: Any. It may have states already. What states it will have is tried out with a copy of one
+                parameter of each shape. Of a wrapper register the optimizer inside, and put the new one in its
+                place.
+            bucket_bytes: Half of the device memory that states pass through during a step; more where the state of
+                one parameter alone is larger. None is 256 MiB; with a device budget of less than 8 GiB a 32nd of
+                that.
+            residency: Where the states rest between steps. "host" is pinned host memory. "disk" is the disk tier,
+                by way of a few buckets of host memory. "device-until-offload" is the device, until `offload` is
+                called. "auto" is the host, up to half of what is free there, and then the disk, if there is one;
+                with policy="auto" as many stay on the device as make the step the shortest.
+            separable: True says that a step does to each parameter what it would do if that were the only one. Then
+                it is made bucket by bucket, after a trial. False is at once: all states come to the device for a
+                step. None is bucket by bucket for torch's own optimizers but LBFGS, and at once for all others.
 
-        Raises ValueError for an optimizer that is registered, cannot be tiered, or is not what `separable` says;
-        TierFull where there is no room for all states, torch.OutOfMemoryError, and Closed. The optimizer is as
-        before then.
+        Returns:
+            An optimizer with the same groups, and with the same results bit by bit.
+
+        Raises:
+            ValueError: The optimizer is registered, cannot be tiered, or is not what `separable` says. Here, and in
+                the cases below, it is as before.
+            TierFull: There is no room for all states.
+            torch.OutOfMemoryError: The device has none for a bucket.
+            Closed: The manager is closed.
         """
-        self.activations.check_open()
+        self._activations.check_open()
         if separable is not None:
             yes_or_no("separable", separable)
         return self._optimizers.register(
@@ -269,21 +302,28 @@ class TieringManager:
     def offload(self, thing: torch.nn.Module | TieredOptimizer, *, gradients: bool = False) -> None:
         """Takes a module or the states of a tiered optimizer off the device until `reload`.
 
-        Of a module that are its parameters and buffers, and with gradients=True those. They go to host memory,
-        which is kept for the next time. Waits for the copies; then the device memory is free. What is away already,
-        or on another device, stays where it is. A tensor of a module that is used meanwhile raises Offloaded. An
-        optimizer can be stepped all the same.
+        They go to host memory, which is kept for the next time. Waits for the copies; then the device memory is
+        free. What is away already, or on another device, stays where it is. A tensor of a module that is used
+        meanwhile raises Offloaded. An optimizer can be stepped all the same.
 
-        Raises OffloadRefused where others use the same memory, or a tensor cannot leave; TierFull where the host
-        tier has no room; Closed; TypeError for anything else. Nothing has moved then.
+        Args:
+            thing: The module, of which the parameters and buffers go, or what `register_optimizer` returned.
+            gradients: The gradients of a module go too.
+
+        Raises:
+            OffloadRefused: Others use the same memory, or a tensor cannot leave. Here, and in the cases below,
+                nothing has moved.
+            TierFull: The host tier has no room.
+            Closed: The manager is closed.
+            TypeError: The thing is neither.
         """
         if isinstance(thing, TieredOptimizer):
             thing.states.offload()
             return
         self._can_phase(thing)
         with self._turn:
-            self.activations.check_open()
-            self.activations.poll()
+            self._activations.check_open()
+            self._activations.poll()
             self._phases.offload(thing, gradients=gradients, owner=self)
 
     @uninterrupted
@@ -293,15 +333,21 @@ class TieringManager:
         States whose residency is "host" or "disk" are where they belong, and stay there.
 
         The host does not wait for the copies, but the current stream does. Without an offload nothing happens.
-        Raises torch.OutOfMemoryError where the device has no room; then all of it stays away. Raises
-        OffloadRefused where another manager has it, and TypeError for anything else.
+
+        Args:
+            thing: The module, or what `register_optimizer` returned.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room. Then all of it stays away.
+            OffloadRefused: Another manager has it.
+            TypeError: The thing is neither.
         """
         if isinstance(thing, TieredOptimizer):
             thing.states.reload()
             return
         self._can_phase(thing)
         with self._turn:
-            self.activations.poll()
+            self._activations.poll()
             self._phases.reload(thing)
 
     def _can_phase(self, thing: object) -> None:
@@ -316,7 +362,7 @@ class TieringManager:
         """Counters and sizes in bytes, under names such as "host.used.peak"."""
         self._optimizers.free()
         with self._turn:
-            self.activations.poll()
+            self._activations.poll()
             self._host.poll()
             disk = None if self._disk is None else self._disk.stats()
             blocks = self._store.blocks.by_key.values()
@@ -346,7 +392,14 @@ class TieringManager:
 
     @uninterrupted
     def export_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was recorded as a Chrome trace, which Perfetto opens. RuntimeError without trace=True."""
+        """Writes what was recorded as a Chrome trace, which Perfetto opens.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            RuntimeError: The manager was made without trace=True.
+        """
         with self._turn:
             if self._trace is None:
                 raise RuntimeError("nothing was recorded: make the manager with trace=True")
@@ -370,11 +423,13 @@ class TieringManager:
         What it has no room for stays on the host, outside of the host tier, and `reload` still brings it back.
         Where the runtime of the device does not take host memory back, its error is raised, and close may be called
         again.
-        Raises DeviceFailed where the device dropped copies after a failure.
+
+        Raises:
+            DeviceFailed: The device dropped copies after a failure.
         """
         with self._turn:
-            self.activations.close()
-        self.contexts.close()
+            self._activations.close()
+        self._contexts.close()
         try:
             self._optimizers.close()
             with self._turn:
@@ -415,8 +470,12 @@ class TieringManager:
             _log.error("the manager was not closed: %s", str(failure))
 
     def act(self, actions: Iterable[Action]) -> None:
-        """Does what a policy could have answered. With ManualPolicy it is how blocks move at all."""
-        self.activations.act(actions)
+        """Does what a policy could have answered. With ManualPolicy it is how blocks move at all.
+
+        Args:
+            actions: What to do, in this order.
+        """
+        self._activations.act(actions)
 
 
 def _abandon(engine: TransferEngine, host: HostTier, disk: LowerTier | None, interrupts: Interrupts) -> None:

@@ -21,7 +21,7 @@ def main() -> int:
     model, link, *shares = sys.argv[1:]
     there = LINKS[link]
     start(there)
-    from tiered_mem.policies.planning.plan import Link  # torch must find the device
+    from tiered_mem.policies.planning.profile import Link  # torch must find the device
 
     from .contest import Contest
     from .trainings import TRAININGS

@@ -13,7 +13,7 @@ import torch
 from benchmarks.peak import Peak
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy, Policy
-from tiered_mem.policies.planning.plan import Link, floor, least_seconds
+from tiered_mem.policies.planning.profile import Link, floor, least_seconds
 from tiered_mem.policies.planning.repertoire import Table
 
 from .loads import alike, fullest

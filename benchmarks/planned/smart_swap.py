@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from tiered_mem.policies.planning.plan import Plan
-from tiered_mem.policies.planning.profile import Profile
+from tiered_mem.policies.planning.profile import Plan, Profile
 from tiered_mem.policies.planning.recording import Name
 
 # What its configuration has: bytes of the smallest tensor, bytes each second both ways, and the weight of sizes.

@@ -8,9 +8,8 @@ from itertools import accumulate
 
 from ...sizes import format_bytes, format_seconds
 from .disk_and_states import StatesShare, explained, states_to_keep
-from .plan import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall
 from .planner import least_memory, plan
-from .profile import Profile
+from .profile import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall, Profile
 from .recording import Name
 
 # Of the step's compute time: so much waiting is none.

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .plan import Link
-from .profile import Moments
+from .profile import Link, Moments
 
 _OUT, _RELEASE, _RELOAD, _USE = range(4)
 

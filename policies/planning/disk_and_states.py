@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ...sizes import format_bytes
-from .plan import BudgetTooSmall, DiskPlan, Link, Plan, floor
 from .planner import plan
-from .profile import Profile
+from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile, floor
 from .recording import Name, spoken
 
 # So many amounts are compared, each for a step with a plan of so many attempts.

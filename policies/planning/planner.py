@@ -11,8 +11,7 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, chain, islice
 
 from .copies import Prediction, early_reloads, latest_reloads, predict
-from .plan import BudgetTooSmall, Cause, Link, Plan, PlannedStall, floor, least_seconds
-from .profile import Moments, Profile
+from .profile import BudgetTooSmall, Cause, Link, Moments, Plan, PlannedStall, Profile, floor, least_seconds
 
 # How many times slower a link may be on which all reloads are in time: the more, the more room is kept for them.
 _LEADS = (1.5, 3.0, 6.0, 0.5, 1.0, 0.0, 12.0, 0.25)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from ..base import Action, Fetch, Offload, Release, Reload, Spill
 from .disk_and_states import StatesShare, explained, plan_disk, states_to_keep
-from .plan import BudgetTooSmall, DiskPlan, Link, Plan
 from .planner import least_memory, plan
-from .profile import Profile
+from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile
 from .recording import Name, Recording, Script, StepNames
 
 _log = logging.getLogger("tiered_mem.policies")

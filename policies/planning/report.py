@@ -14,8 +14,7 @@ from ...sizes import format_bytes, format_seconds
 from ..base import StepMeasured
 from .advice import Adviser, LayerStall, Stalls, moved
 from .disk_and_states import StatesShare
-from .plan import Link, least_seconds
-from .profile import Profile
+from .profile import Link, Profile, least_seconds
 from .recording import Name
 from .repertoire import Repertoire, Table
 from .step import StepUnderWay

@@ -147,7 +147,7 @@ def test_a_change_between_the_copy_and_the_release_is_refused(device: str, servi
     tensor.add_(1)
     service.do(Release(block.key))
     with pytest.raises(ChangedTensor, match="changed in place"):
-        service.manager.activations.load(block, view)
+        service.manager._activations.load(block, view)
     service.let_go(block)
 
 
@@ -158,9 +158,9 @@ def test_a_change_of_what_was_loaded_is_refused_at_the_next_load(device: str, se
     del tensor
     service.do(Offload(block.key))
     service.do(Release(block.key))
-    service.manager.activations.load(block, view).add_(1)
+    service.manager._activations.load(block, view).add_(1)
     with pytest.raises(ChangedTensor, match="changed in place"):
-        service.manager.activations.load(block, view)
+        service.manager._activations.load(block, view)
     service.let_go(block)
 
 
@@ -176,8 +176,8 @@ def test_new_contents_are_a_new_block(device: str, service: Service) -> None:
     for block in (old, new):
         service.do(Offload(block.key))
         service.do(Release(block.key))
-    assert torch.equal(service.manager.activations.load(new, view).cpu(), expected)
+    assert torch.equal(service.manager._activations.load(new, view).cpu(), expected)
     with pytest.raises(ChangedTensor):
-        service.manager.activations.load(old, view)
+        service.manager._activations.load(old, view)
     service.let_go(old)
     service.let_go(new)

@@ -56,7 +56,7 @@ def test_a_block_wanted_back_before_its_release_never_left(device: str, service:
     block = service.save(tensor)
     service.do(Offload(block.key))
     service.do(Reload(block.key))
-    assert service.manager.activations.load(block, view).data_ptr() == address
+    assert service.manager._activations.load(block, view).data_ptr() == address
     assert service.manager.stats()["host.slots"] == 1, "the copy into the slot is still running"
     assert service.manager.stats()["reloaded.blocks.total"] == 0
     service.let_go(block)
@@ -119,11 +119,11 @@ def test_a_block_that_is_dropped_while_the_manager_is_at_work_is_gone_after_that
     class Dropping(OnCommand):
         def decide(self, event: Event) -> list[Action]:
             if isinstance(event, LayerEnd):
-                manager.activations.dropped.append(block)
-                manager.activations.free_dropped()
+                manager._activations.dropped.append(block)
+                manager._activations.free_dropped()
             return []
 
     with TieringManager(policy=Dropping(), device=device, host_bytes="32MiB") as manager:
-        block, _ = manager.activations.save(torch.ones(1024, device=device), graph=0, layer=0)
-        manager.activations.notify(LayerEnd(graph=0, layer=0))
+        block, _ = manager._activations.save(torch.ones(1024, device=device), graph=0, layer=0)
+        manager._activations.notify(LayerEnd(graph=0, layer=0))
         assert manager.stats()["device.blocks.current"] == 0

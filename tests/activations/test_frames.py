@@ -55,8 +55,8 @@ class Pass:
     """A forward and a backward of layers that save tensors, call by call. All of them leave the device."""
 
     def __init__(self, manager: TieringManager) -> None:
-        movable = manager.contexts.movable(min_bytes=NBYTES)
-        self._forward = ForwardPass(manager.activations, movable, LAYERS)
+        movable = manager._contexts.movable(min_bytes=NBYTES)
+        self._forward = ForwardPass(manager._activations, movable, LAYERS)
         self._hooks = self._forward.hooks()  # what torch calls
         self._manager = manager
         self._kind = manager.device.torch_device

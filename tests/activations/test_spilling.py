@@ -244,7 +244,7 @@ def test_a_block_that_is_leaving_may_go_down_before_it_is_released(spilling: Spi
     manager = spilling(ManualPolicy(), 16 * MIB)
     tensor = torch.randn(MIB // 4).to(device)
     expected, view = tensor.cpu(), view_of_all(tensor)
-    block, _ = manager.activations.save(tensor, graph=0, layer=0)
+    block, _ = manager._activations.save(tensor, graph=0, layer=0)
     del tensor
     manager.act([Offload(block.key), Spill(block.key)])
     manager.synchronize()
@@ -252,6 +252,6 @@ def test_a_block_that_is_leaving_may_go_down_before_it_is_released(spilling: Spi
     manager.act([Release(block.key)])
     assert manager.stats()["disk.blocks.current"] == 1
     manager.act([Reload(block.key)])
-    assert torch.equal(manager.activations.load(block, view).cpu(), expected)
-    manager.activations.dropped.append(block)
-    manager.activations.free_dropped()
+    assert torch.equal(manager._activations.load(block, view).cpu(), expected)
+    manager._activations.dropped.append(block)
+    manager._activations.free_dropped()

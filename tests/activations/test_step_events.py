@@ -19,21 +19,15 @@ from tiered_mem.policies import (
     Action,
     Dropped,
     Event,
-    ExactMemory,
     ForwardBegin,
     ForwardEnd,
     LayerBegin,
     LayerEnd,
     LayerOrderPolicy,
-    Memory,
-    Refused,
     Reload,
     Saved,
-    StepBegin,
-    StepEnd,
-    StepMeasured,
-    Used,
 )
+from tiered_mem.policies.base import ExactMemory, Memory, Refused, StepBegin, StepEnd, StepMeasured, Used
 
 BESIDE = (Memory, StepMeasured, Refused)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tiered_mem.allocators import OutOfHostMemory, Region
+from tiered_mem.allocators import Region
+from tiered_mem.allocators.base import OutOfHostMemory
 
 
 class NumberedMemory:

@@ -9,7 +9,9 @@ import pytest
 
 from emulator.tests.acl import PINNED, Acl
 from tests.contracts import check_host_memory, ends_hold, write_ends
-from tiered_mem.allocators import AclError, AclPinnedMemory, OutOfHostMemory, Region, SlabPool
+from tiered_mem.allocators import AclPinnedMemory, Region, SlabPool
+from tiered_mem.allocators.acl import AclError
+from tiered_mem.allocators.base import OutOfHostMemory
 
 RUNTIME = "libascendcl.so"
 

@@ -6,19 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiered_mem.allocators.registered import RegisteredMemory, Registrar
 
 from emulator.tests.launch import run
 from tests.allocators.cudart import ALREADY_REGISTERED, NOT_REGISTERED, Cudart
 from tests.allocators.mappings import is_mapped
 from tests.contracts import check_host_memory, ends_hold, write_ends
-from tiered_mem.allocators import (
-    CudaError,
-    CudaPinnedMemory,
-    CudaRegistrar,
-    OutOfHostMemory,
-    RegisteredMemory,
-    Registrar,
-)
+from tiered_mem.allocators import CudaPinnedMemory
+from tiered_mem.allocators.base import OutOfHostMemory
+from tiered_mem.allocators.cuda import CudaError, CudaRegistrar
 from tiered_mem.tiers.pinning import CudartRegistrar
 
 CHUNK = 1 << 20
@@ -172,7 +168,7 @@ def test_without_one_the_newest_that_is_found_is_loaded(tmp_path: Path) -> None:
         Cudart(tmp_path, name)
     code = """
 from tiered_mem import allocators
-allocators.CudaRegistrar()
+allocators.cuda.CudaRegistrar()
 print({line.split()[-1] for line in open("/proc/self/maps") if "libcudart" in line})
 """
     done = run("-c", code, cwd=Path(__file__).parents[2], LD_LIBRARY_PATH=str(tmp_path))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_mem.allocators import DirectMemory, OutOfHostMemory, Region
+from tiered_mem.allocators import Region
+from tiered_mem.allocators.base import DirectMemory, OutOfHostMemory
 
 
 class Shelf(DirectMemory[str]):

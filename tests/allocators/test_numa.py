@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_mem.allocators import node_of_pci
+from tiered_mem.allocators.pages import node_of_pci
 
 
 def attach(root: Path, bus_id: str, numa_node: str) -> None:

@@ -108,7 +108,7 @@ def test_a_refused_lock_tells_the_limit_and_leaves_nothing() -> None:
         before = mapped_bytes()
         try:
             memory.allocate(256 << 20)
-        except allocators.OutOfHostMemory as error:
+        except allocators.base.OutOfHostMemory as error:
             print(error)
             print(error.limit, error.needed)
         print("unmapped:", mapped_bytes() - before < 128 << 20)

@@ -13,22 +13,16 @@ import ascend_emulator
 import pytest
 import torch
 from ascend_emulator.hardware import real_cann
+from tiered_mem.allocators.registered import RegisteredMemory, Registrar
 
 from emulator.tests.acl import PAGEABLE, PINNED, Acl
 from tests.allocators.mappings import is_mapped, locked_bytes, needs_locked, resident_pages
 from tests.allocators.native import library
 from tests.allocators.unprivileged import MAY_LOCK, output_of
 from tests.contracts import check_host_memory, ends_hold, write_ends
-from tiered_mem.allocators import (
-    AclError,
-    AclRegistrar,
-    AclRuntime,
-    OutOfHostMemory,
-    Region,
-    RegisteredMemory,
-    Registrar,
-    SlabPool,
-)
+from tiered_mem.allocators import Region, SlabPool
+from tiered_mem.allocators.acl import AclError, AclRegistrar, AclRuntime
+from tiered_mem.allocators.base import OutOfHostMemory
 from tiered_mem.tiers.pinning import NpurtRegistrar
 
 pytestmark = pytest.mark.skipif(
@@ -234,7 +228,7 @@ def test_memory_that_may_not_be_locked_is_registered_all_the_same_and_told_once(
         class Anything:
             def register(self, ptr, nbytes): print("registered", nbytes, all(resident_pages(ptr, nbytes)))
             def unregister(self, ptr): pass
-        memory = allocators.RegisteredMemory(Anything())
+        memory = RegisteredMemory(Anything())
         for region in [memory.allocate(1 << 20), memory.allocate(2 << 20)]:
             memory.deallocate(region)
     """)

@@ -11,7 +11,8 @@ import pytest
 
 from tests.allocators.numbered_memory import NumberedMemory
 from tests.contracts import check_host_memory
-from tiered_mem.allocators import OutOfHostMemory, PageableMemory, Region, SlabPool
+from tiered_mem.allocators import PageableMemory, Region, SlabPool
+from tiered_mem.allocators.base import OutOfHostMemory
 
 MIB = 1 << 20
 GIB = 1 << 30

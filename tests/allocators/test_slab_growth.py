@@ -8,7 +8,8 @@ import weakref
 import pytest
 
 from tests.allocators.numbered_memory import NumberedMemory
-from tiered_mem.allocators import OutOfHostMemory, Region, SlabPool
+from tiered_mem.allocators import Region, SlabPool
+from tiered_mem.allocators.base import OutOfHostMemory
 
 MIB = 1 << 20
 GIB = 1 << 30

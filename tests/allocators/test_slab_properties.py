@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.allocators.numbered_memory import NumberedMemory
-from tiered_mem.allocators import OutOfHostMemory, Region, SlabPool
+from tiered_mem.allocators import Region, SlabPool
+from tiered_mem.allocators.base import OutOfHostMemory
 
 UNIT = 4096
 

@@ -10,7 +10,8 @@ from random import Random
 
 from tests.allocators.numbered_memory import NumberedMemory
 from tests.contracts import ends_hold, write_ends
-from tiered_mem.allocators import OutOfHostMemory, PageableMemory, Region, SlabPool
+from tiered_mem.allocators import PageableMemory, Region, SlabPool
+from tiered_mem.allocators.base import OutOfHostMemory
 
 MIB = 1 << 20
 

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.recorded import Allocated, Deallocated, Marked, RecordedPool, read_trace
 from tests.allocators.numbered_memory import NumberedMemory
-from tiered_mem.allocators import HostPool, OutOfHostMemory, Region, SlabPool
+from tiered_mem.allocators import HostPool, Region, SlabPool
+from tiered_mem.allocators.base import OutOfHostMemory
 
 pytestmark = pytest.mark.once(why="it needs no device")
 

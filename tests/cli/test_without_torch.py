@@ -125,6 +125,7 @@ def test_all_that_is_exported_is_there() -> None:
     """Every error among it: a user can catch one without knowing its file."""
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
     exported = {"OffloadContext", "TieringManager", "async_save_on_cpu", *kinds}
+    exported |= {"BudgetTooSmall", "OutOfHostMemory"}  # a policy's, and an allocator's
     assert {"TierFull", "InterruptedStep"} < kinds
     assert set(tiered_mem.__all__) == {*exported, "configure", "default_manager", "optim"}
     assert set(tiered_mem.__all__) <= set(dir(tiered_mem))

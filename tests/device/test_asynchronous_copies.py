@@ -73,7 +73,7 @@ STEP = """
     torch.npu.synchronize()
     policy = LayerOrderPolicy(in_flight=1)  # with 0 the next layer waits for the copies of the one before
     with TieringManager(policy=policy, device="npu", host_bytes="64MiB", **options) as manager:
-        manager.activations.notify = partial(observed, manager.activations.notify)
+        manager._activations.notify = partial(observed, manager._activations.notify)
         offload = manager.offload_context(list(model))
         with record_timeline() as spans:
             result = gradient(x, offloaded)

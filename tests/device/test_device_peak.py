@@ -10,8 +10,7 @@ import torch
 
 from tests.models import stack
 from tiered_mem import TieringManager
-from tiered_mem.device.device import Device
-from tiered_mem.device.peak import DevicePeak
+from tiered_mem.device.device import Device, DevicePeak
 
 MIB = 1 << 20
 

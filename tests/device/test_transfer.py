@@ -35,7 +35,7 @@ def test_memory_falls_on_release_while_the_copy_is_running(
     after = device_module.memory_allocated()
     assert running, f"the copy had ended after {seconds:.3f} s"
     assert before - after == pytest.approx(size, rel=0.01)
-    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    assert torch.equal(service.manager._activations.load(block, view).cpu(), expected)
     service.let_go(block)
 
 
@@ -49,7 +49,7 @@ def test_released_memory_is_not_overwritten_before_it_is_copied(device: str, ser
     service.do(Release(block.key))
     other = torch.zeros(NBYTES // 4, device=device)
     assert other.data_ptr() == address, "the allocator gave other memory: nothing is shown"
-    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    assert torch.equal(service.manager._activations.load(block, view).cpu(), expected)
     service.let_go(block)
 
 
@@ -64,7 +64,7 @@ def test_a_copy_waits_for_the_work_that_makes_its_source(
     service.do(Offload(block.key))
     service.do(Release(block.key))
     expected = made.cpu()
-    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    assert torch.equal(service.manager._activations.load(block, view).cpu(), expected)
     service.let_go(block)
 
 
@@ -78,7 +78,7 @@ def test_a_reload_waits_for_its_own_offload(device: str, service: Service, link:
     service.do(Offload(block.key))
     service.do(Release(block.key))
     service.do(Reload(block.key))
-    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    assert torch.equal(service.manager._activations.load(block, view).cpu(), expected)
     service.let_go(block)
 
 
@@ -121,7 +121,7 @@ def test_a_reload_on_another_stream_waits_for_its_own_offload(
     service.do(Release(block.key))
     with device_module.stream(other):
         service.do(Reload(block.key))
-        assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+        assert torch.equal(service.manager._activations.load(block, view).cpu(), expected)
     service.let_go(block)
 
 
@@ -135,7 +135,7 @@ def test_a_host_slot_is_not_filled_again_while_it_is_read(device: str, service: 
     link(h2d=SLOW)
     service.do(Reload(block.key))
     service.do(Offload(next_block.key))
-    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    assert torch.equal(service.manager._activations.load(block, view).cpu(), expected)
     service.let_go(block)
     service.let_go(next_block)
 
@@ -157,7 +157,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(
     with device_module.stream(other):
         for _ in range(4):
             a = a @ a
-        loaded = service.manager.activations.load(block, view)
+        loaded = service.manager._activations.load(block, view)
         late = loaded + loaded
     del loaded
     service.let_go(block)

@@ -70,7 +70,7 @@ def test_a_copy_that_cannot_be_started_leaves_the_block_where_it_was(
     assert service.manager.stats()["host.slots"] == (0 if direction == "offload" else 2)
     service.do(*actions["offload"], *(Release(block.key) for block in blocks))
     for block, contents in zip(blocks, expected, strict=True):
-        assert torch.equal(service.manager.activations.load(block, view).cpu(), contents)
+        assert torch.equal(service.manager._activations.load(block, view).cpu(), contents)
         service.let_go(block)
 
 
@@ -88,9 +88,9 @@ def test_an_early_reload_that_finds_the_device_full_is_put_off(
     try:
         service.do(Reload(block.key))
         with pytest.raises(torch.OutOfMemoryError):
-            service.manager.activations.load(block, view)
+            service.manager._activations.load(block, view)
     finally:
         device_module.set_per_process_memory_fraction(1.0)
     assert service.manager.stats()["reloads_postponed.total"] == 1
-    assert torch.equal(service.manager.activations.load(block, view).cpu(), expected)
+    assert torch.equal(service.manager._activations.load(block, view).cpu(), expected)
     service.let_go(block)

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.fuzz_budget.training import Outcome
 from tests.fuzz_budget.watched import Step
 from tiered_mem.errors import TierFull
-from tiered_mem.policies import Report
 from tiered_mem.policies.planning import BudgetTooSmall
+from tiered_mem.policies.planning.report import Report
 
 # torch's pool gives a tensor up to this much more than it asks for.
 ROUNDED = 1 << 20

@@ -24,8 +24,8 @@ from tests.fuzz_budget.watched import Step, Watch
 from tests.fuzz_budget.witness import Witness
 from tiered_mem import TieringManager
 from tiered_mem.optimizer.registered import Residency
-from tiered_mem.policies import Report
 from tiered_mem.policies.planning import BudgetTooSmall
+from tiered_mem.policies.planning.report import Report
 from tiered_mem.sizes import format_bytes, format_seconds, parse_bytes
 
 _STEPS = 7

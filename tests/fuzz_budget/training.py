@@ -20,7 +20,7 @@ from tests.fuzz_budget.models import FailsHere, Model
 from tests.fuzz_budget.watched import Step, Watch
 from tests.fuzz_budget.witness import Witness
 from tiered_mem import TieringManager
-from tiered_mem.policies import Report
+from tiered_mem.policies.planning.report import Report
 
 _LEAST_HOST = 4 << 20
 

@@ -23,7 +23,6 @@ HARMLESS = {
         *("begin_around", "begin_layer", "end_around", "end_layer"),
     ],
     "base.py": ["check"],
-    "by_layer.py": ["__init__"],
     "contexts.py": [
         *("<genexpr>", "<lambda>", "<listcomp>", "__init__", "movable", "of_layers", "of_loop", "restart", "sync"),
     ],
@@ -31,7 +30,7 @@ HARMLESS = {
     "hooks.py": ["call", "load"],
     "layer_order.py": ["__init__", "check"],
     "layout.py": ["params_of"],
-    "plan.py": ["__post_init__"],
+    "profile.py": ["__post_init__"],
     "lru.py": ["check"],
     "manager.py": ["__enter__", "__exit__", "act", "layer_context", "offload_context"],
     "movable.py": ["<dictcomp>", "<listcomp>", "__init__", "_places_of"],

@@ -251,6 +251,31 @@ def test_two_signals_at_once_are_two_calls() -> None:
     signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_handlers_are_left_alone_where_the_user_wants_that(device: str, holds: bool) -> None:
+    def handlers() -> list[object]:
+        return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+
+    model, x = small_stack(3, device)
+    with handler(raising):
+        before = handlers()
+        assert raising in before
+        with TieringManager(
+            policy=LayerOrderPolicy(), device=device, host_bytes="8MiB", hold_signals=holds
+        ) as manager:
+            seen = [handlers()]
+            optimizer = manager.register_optimizer(torch.optim.Adam(model.parameters()))
+            with manager.offload_context(model.layers):
+                loss = model(x).sum()
+            seen.append(handlers())
+            loss.backward()
+            optimizer.step()
+            manager.synchronize()
+            seen.append(handlers())
+        assert handlers() == before
+    assert all((each == before) is not holds for each in seen)
+
+
 def test_handlers_are_as_they_were_when_the_last_manager_is_closed(device: str) -> None:
     with handler(raising):
         first, second = (TieringManager(policy="lru", device=device, host_bytes="1MiB") for _ in range(2))

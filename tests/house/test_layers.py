@@ -139,7 +139,9 @@ def rooms(path: Path) -> set[str]:
 
 
 def room_of(path: Path) -> str:
-    """A file of tiered_mem/ is a room by itself, what lies in a package is the package."""
+    """A file of tiered_mem/ is a room by itself; what lies in a package is the package, and in a leaf the leaf."""
+    if (leaf := path.relative_to(ROOT).parts[0]) in LEAVES:
+        return leaf
     return path.stem if path.parent == ROOT / "tiered_mem" else path.parent.name
 
 

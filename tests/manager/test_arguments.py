@@ -86,6 +86,7 @@ TAKES: dict[str, tuple[Callable[[Any, Path], Any], set[str]]] = {
     "transfer_stream": (of_manager("transfer_stream"), {"None"}),
     "steps_in_flight": (of_manager("steps_in_flight"), set()),
     "trace": (of_manager("trace"), {"True"}),
+    "hold_signals": (of_manager("hold_signals"), {"True"}),
     "attach model": (of_method("attach", "model"), set()),
     "attach min_bytes": (of_method("attach", "min_bytes", model=MODEL), {"None"}),
     "offload_context layers": (of_method("offload_context", "layers"), set()),

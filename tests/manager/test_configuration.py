@@ -26,6 +26,7 @@ def test_the_environment_gives_the_arguments() -> None:
         "TIERED_MEM_PIN": "False",
         "TIERED_MEM_TRACE": "yes",
         "TIERED_MEM_STEPS_IN_FLIGHT": "1",
+        "TIERED_MEM_HOLD_SIGNALS": "no",
         "TIERED_MEM_HOST_LIMIT": "8GiB",
     }
     assert arguments_of(environment) == {
@@ -35,6 +36,7 @@ def test_the_environment_gives_the_arguments() -> None:
         "pin": False,
         "trace": True,
         "steps_in_flight": 1,
+        "hold_signals": False,
     }
 
 

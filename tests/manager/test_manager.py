@@ -175,22 +175,21 @@ def test_the_cpu_as_a_plain_fallback() -> None:
 PINNED = """
 import torch
 from tiered_mem import TieringManager
-from tiered_mem.policies import Offload, Saved
+from tiered_mem.policies import Offload, Policy, Saved
 
-class Now:
+class Now(Policy):
     gather_bytes = 1
-    def check(self, num_layers): pass
     def decide(self, event): return [Offload(key) for key, _ in event.blocks] if isinstance(event, Saved) else []
 
 with TieringManager(policy=Now(), device="npu", host_bytes="48MiB") as manager:
     tensor = torch.randn(1 << 20).to("npu")
-    block, _ = manager.activations.save(tensor, graph=0, layer=0)
+    block, _ = manager._activations.save(tensor, graph=0, layer=0)
     stats = manager.stats()
     print(stats["host.source"], stats["host.reserved.current"], block.host.tensor.is_pinned())
     manager.synchronize()
     print(torch.equal(block.host.tensor.view(torch.float32), tensor.cpu()))
-    manager.activations.dropped.append(block)
-    manager.activations.free_dropped()
+    manager._activations.dropped.append(block)
+    manager._activations.free_dropped()
 """
 
 

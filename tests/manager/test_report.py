@@ -11,7 +11,7 @@ from emulator.tests.launch import EMULATOR, run
 from tests.conftest import EMULATED
 from tests.manager.test_auto import make, train
 from tiered_mem import TieringManager
-from tiered_mem.policies import Report
+from tiered_mem.policies.planning.report import Report
 
 # Layers whose copies take longer than they do, so that planned steps wait; and what the timeline has of one.
 TRAIN = """

@@ -10,7 +10,8 @@ import torch
 from tests.spill.declared_files import DeclaredFiles
 from tests.spill.disks import Clock
 from tests.spill.faulty_files import FaultyFiles
-from tiered_mem.allocators import HostPool, PoolStats, Region, round_up
+from tiered_mem.allocators import HostPool, PoolStats, Region
+from tiered_mem.allocators.base import round_up
 from tiered_mem.device.device import Device
 from tiered_mem.device.transfer import Ticket, TransferEngine
 from tiered_mem.optimizer.bucket import Residence

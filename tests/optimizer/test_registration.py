@@ -22,8 +22,8 @@ from tests.optimizer.training import (
     train,
 )
 from tiered_mem import TieringManager
+from tiered_mem.device.torch_private import OPTIMIZER_HOOKS
 from tiered_mem.errors import TierFull
-from tiered_mem.optimizer.separable import HOOKS
 from tiered_mem.spill.disk_tier import DiskTier
 
 SHAPES = [(32, 32)] * 24
@@ -39,7 +39,7 @@ class Before:
         self.states = {key: (state, dict(state)) for key, state in optimizer.state.items()}
         self.values = [value.clone() for value in self._tensors()]
         self.groups = optimizer.param_groups
-        self.hooks = [getattr(optimizer, name) for name in HOOKS]
+        self.hooks = [getattr(optimizer, name) for name in OPTIMIZER_HOOKS]
 
     def check(self) -> None:
         """It has the same objects, and they have the same bits."""
@@ -51,7 +51,9 @@ class Before:
             assert state.keys() == values.keys()
         assert all(torch.equal(*pair) for pair in zip(self._tensors(), self.values, strict=True))
         assert self.optimizer.param_groups is self.groups
-        assert all(getattr(self.optimizer, name) is hooks for name, hooks in zip(HOOKS, self.hooks, strict=True))
+        assert all(
+            getattr(self.optimizer, name) is hooks for name, hooks in zip(OPTIMIZER_HOOKS, self.hooks, strict=True)
+        )
 
     def _tensors(self) -> list[torch.Tensor]:
         return [

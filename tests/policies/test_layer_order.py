@@ -22,8 +22,8 @@ from tiered_mem.policies import (
     Release,
     Reload,
     Saved,
-    policy_by_name,
 )
+from tiered_mem.policies.by_name import policy_by_name
 
 Schedule = dict[int | str, list[int]]
 GRAPH = 0

@@ -24,8 +24,8 @@ from tiered_mem.policies import (
     Release,
     Reload,
     Spill,
-    policy_by_name,
 )
+from tiered_mem.policies.by_name import policy_by_name
 
 GRAPH = 0
 

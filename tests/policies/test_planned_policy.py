@@ -26,24 +26,19 @@ from tests.policies.simulated.steps import (
 from tiered_mem.policies import (
     Action,
     Event,
-    ExactMemory,
     Fetch,
     HostPressure,
     LayerBegin,
-    Memory,
     Offload,
     PlannedPolicy,
     Policy,
     Release,
     Reload,
     Spill,
-    StepBegin,
-    StepEnd,
-    StepMeasured,
-    Used,
 )
+from tiered_mem.policies.base import ExactMemory, Memory, StepBegin, StepEnd, StepMeasured, Used
 from tiered_mem.policies.planning import BudgetTooSmall, Link, plan
-from tiered_mem.policies.planning.plan import floor
+from tiered_mem.policies.planning.profile import floor
 
 
 def moved(outcome: Outcome) -> list[str]:

@@ -17,19 +17,8 @@ from tests.policies.simulated.machine import Machine, backwards
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Step, budget_between, profile
 from tests.policies.simulated.strange_steps import coming_back, twice
-from tiered_mem.policies import (
-    Event,
-    ExactMemory,
-    ForwardBegin,
-    LayerBegin,
-    LayerEnd,
-    Offload,
-    PlannedPolicy,
-    Release,
-    StepBegin,
-    StepEnd,
-    StepMeasured,
-)
+from tiered_mem.policies import Event, ForwardBegin, LayerBegin, LayerEnd, Offload, PlannedPolicy, Release
+from tiered_mem.policies.base import ExactMemory, StepBegin, StepEnd, StepMeasured
 from tiered_mem.policies.places import Place, Placed, Places
 from tiered_mem.policies.planning import Link, plan
 

@@ -32,15 +32,11 @@ from tiered_mem.policies import (
     Offload,
     PlannedPolicy,
     Policy,
-    Refused,
     Release,
     Reload,
     Spill,
-    StepBegin,
-    StepEnd,
-    StepMeasured,
-    Used,
 )
+from tiered_mem.policies.base import Refused, StepBegin, StepEnd, StepMeasured, Used
 from tiered_mem.policies.planning import BudgetTooSmall, Link
 
 GRAPHS = st.integers(0, 2)

@@ -17,8 +17,8 @@ from tests.policies.simulated.random_steps import KINDS, LINK, MIB, small_nested
 from tests.policies.simulated.steps import Step, budget_between, profile
 from tiered_mem.policies.planning import BudgetTooSmall, Cause, Link, Plan, Profile, plan
 from tiered_mem.policies.planning.disk_and_states import StatesShare, plan_disk, states_to_keep
-from tiered_mem.policies.planning.plan import floor
 from tiered_mem.policies.planning.planner import least_memory
+from tiered_mem.policies.planning.profile import floor
 
 OPTIMA = json.loads((Path(__file__).parent / "simulated" / "optima.json").read_text())
 SHARES = (0.0, 0.1, 0.35, 0.7)

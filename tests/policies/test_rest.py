@@ -12,7 +12,8 @@ from tests.policies.planned import gpt
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Allocate, Compute, Step, budget_between, profile
-from tiered_mem.policies import Event, ExactMemory, LayerBegin, LayerMemory, Memory, OnRequest, PlannedPolicy, Used
+from tiered_mem.policies import Event, LayerBegin, PlannedPolicy
+from tiered_mem.policies.base import ExactMemory, LayerMemory, Memory, OnRequest, Used
 
 STEP = gpt(layers=12, size=16 * MIB)
 

@@ -14,20 +14,8 @@ from tests.policies.planned import gpt, planned
 from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.random_steps import KINDS, LINK, MIB
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Step, budget_between, profile
-from tiered_mem.policies import (
-    Action,
-    Event,
-    ForwardEnd,
-    HostPressure,
-    LayerBegin,
-    LayerMemory,
-    Memory,
-    PlannedPolicy,
-    Policy,
-    StepBegin,
-    Used,
-)
-from tiered_mem.policies.base import OnRequest
+from tiered_mem.policies import Action, Event, ForwardEnd, HostPressure, LayerBegin, PlannedPolicy, Policy
+from tiered_mem.policies.base import LayerMemory, Memory, OnRequest, StepBegin, Used
 
 
 class Thinking(Policy):

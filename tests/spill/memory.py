@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import random
 
-from tiered_mem.allocators import round_up
+from tiered_mem.allocators.base import round_up
 from tiered_mem.spill.lower_tier import Piece
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.spill.disks import BLOCK, Disk, disk_in
 from tests.spill.faulty_files import NOTHING, SHORT, FaultyFiles
 from tests.spill.memory import Memory, noise
-from tiered_mem.allocators import round_up
+from tiered_mem.allocators.base import round_up
 from tiered_mem.errors import TierFull
 from tiered_mem.spill.disk_tier import DiskRecord
 from tiered_mem.spill.lower_tier import Job

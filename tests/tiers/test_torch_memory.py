@@ -9,7 +9,8 @@ import torch
 
 from tests.conftest import EMULATED
 from tests.contracts import check_host_memory
-from tiered_mem.allocators import OutOfHostMemory, Region
+from tiered_mem.allocators import Region
+from tiered_mem.allocators.base import OutOfHostMemory
 from tiered_mem.tiers.pinning import NpurtRegistrar, TorchPinnedMemory
 
 

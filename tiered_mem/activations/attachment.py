@@ -13,12 +13,21 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import _symbolic_trace
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from ..device.torch_private import (
+    MODULE_CALL,
+    MODULE_HOOK_FLAGS,
+    MODULE_HOOKS,
+    current_backward,
+    forward_mode_level,
+    innermost_transform,
+    is_fx_tracing,
+    is_jit_tracing,
+    saving_hooks_allowed,
+)
 from ..ground.interrupts import uninterrupted
 from .driver import Activations
 from .hooks import ForwardPass, drop_ended_hooks, is_checkpoint, is_method_of, only_inlined, untraced_later
@@ -28,10 +37,6 @@ from .movable import Movable
 _log = logging.getLogger("tiered_mem.activations")
 
 M = TypeVar("M", bound=Module)
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_CALL = Module._call_impl.__code__
 
 
 class Attachment:
@@ -324,12 +329,12 @@ class ModelForwards:
         return (
             torch.is_grad_enabled()
             and not self._activations.closed
-            and torch._C._current_graph_task_id() == -1
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and forward_ad._current_level < 0
-            and not torch._C._is_tracing()
-            and not _symbolic_trace._is_fx_tracing_flag
-            and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+            and current_backward() == -1
+            and innermost_transform() is None
+            and forward_mode_level() < 0
+            and not is_jit_tracing()
+            and not is_fx_tracing()
+            and saving_hooks_allowed()
         )
 
     def _goes_on(self, call: weakref.ref[Module], module: Module) -> bool:
@@ -337,7 +342,7 @@ class ModelForwards:
         running, times = call(), 0
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code is _CALL and frame.f_locals.get("self") is running:
+            if frame.f_code is MODULE_CALL and frame.f_locals.get("self") is running:
                 times += 1
             frame = frame.f_back
         return times > (running is module)
@@ -379,7 +384,7 @@ def end_apart(module: Module) -> None:
 
 def has_hooks(module: Module, owner: type[HookOwner] = HookOwner) -> bool:
     """Whether the module has hooks that are methods of such an owner."""
-    return any(is_method_of(hook, owner) for name in _HOOKS for hook in vars(module)[name].values())
+    return any(is_method_of(hook, owner) for name in MODULE_HOOKS for hook in vars(module)[name].values())
 
 
 def _reduced(reference: weakref.ref[Module], protocol: Any) -> Any:
@@ -410,9 +415,11 @@ def _without_hooks(module: M) -> M:
 
 def _without_ours(module: Module, state: dict[str, Any]) -> dict[str, Any]:
     """The module's attributes without what is ours."""
-    ours = {key for name in _HOOKS for key, hook in vars(module)[name].items() if is_method_of(hook, HookOwner)}
+    ours = {
+        key for name in MODULE_HOOKS for key, hook in vars(module)[name].items() if is_method_of(hook, HookOwner)
+    }
     kept = {name: value for name, value in state.items() if name not in _ANSWERS}
-    for name in {*_HOOKS, *_FLAGS} & kept.keys():
+    for name in {*MODULE_HOOKS, *MODULE_HOOK_FLAGS} & kept.keys():
         kept[name] = OrderedDict((key, value) for key, value in state[name].items() if key not in ours)
     return kept
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..device.device import Device, Stream
+from ..device.torch_private import storage_id, storage_uses
 from ..device.transfer import Ticket
 from ..policies.places import Place, Placed, Places
 from ..spill.lower_tier import Job, Record
@@ -113,7 +114,7 @@ class SavedBlocks(Places[Block]):
         storage, nbytes, dtype = tensor.untyped_storage(), tensor.nbytes, tensor.dtype
         whole = nbytes == storage.nbytes() and tensor.is_contiguous()
         if whole:
-            span, offset = (storage._cdata, 0, nbytes), 0
+            span, offset = (storage_id(storage), 0, nbytes), 0
         else:
             span = span_of(tensor)
             offset = int(tensor.storage_offset()) - span[1] // dtype.itemsize
@@ -153,9 +154,9 @@ def held_by_others(blocks: Iterable[Block]) -> list[Block]:
     on_device = [(block, block.tensor.untyped_storage()) for block in blocks if block.tensor is not None]
     own: dict[int, int] = {}
     for block, storage in on_device:
-        own.setdefault(storage._cdata, 1)  # Python's own object
-        own[storage._cdata] += len(block.versions)
-    return [block for block, s in on_device if torch._C._storage_Use_Count(s._cdata) > own[s._cdata]]
+        own.setdefault(storage_id(storage), 1)  # Python's own object
+        own[storage_id(storage)] += len(block.versions)
+    return [block for block, s in on_device if storage_uses(storage_id(s)) > own[storage_id(s)]]
 
 
 class View(NamedTuple):
@@ -191,8 +192,8 @@ def span_of(tensor: torch.Tensor) -> Span:
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):  # sum() would take twice as long
             reach += (size - 1) * stride
     if reach * itemsize * 2 < whole and not moves_whole(storage):
-        return storage._cdata, int(tensor.storage_offset()) * itemsize, reach * itemsize
-    return storage._cdata, 0, whole
+        return storage_id(storage), int(tensor.storage_offset()) * itemsize, reach * itemsize
+    return storage_id(storage), 0, whole
 
 
 def origin_of(tensor: torch.Tensor) -> Origin:

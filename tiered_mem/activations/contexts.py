@@ -170,7 +170,11 @@ class OffloadContext(contextlib.ContextDecorator):
     runs the forward. Only the thread that enters it is concerned: others may run the same layers meanwhile. Made by
     TieringManager.offload_context().
 
-    whole: the layers are those of the model that is run. What is saved before one of them is that one's own too.
+    Args:
+        activations: The manager's.
+        layers: The modules whose calls count.
+        movable: Says which saved tensors may move.
+        whole: The layers are those of the model that is run. What is saved before one of them is its own too.
     """
 
     def __init__(

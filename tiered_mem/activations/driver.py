@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import torch
 
-from ..device.device import Device
-from ..device.peak import DevicePeak
+from ..device.device import Device, DevicePeak
+from ..device.torch_private import call_after_backward, current_backward
 from ..device.transfer import TransferEngine
 from ..errors import Closed
 from ..ground.interrupts import uninterrupted
@@ -388,10 +388,10 @@ class StepWatch:
 
     def _await_end(self) -> None:
         """What comes after the backward is the user's, and the user may ask torch for the peak."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task not in (-1, self._backward):
             self._backward = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+            call_after_backward(self._backward_ends)
 
     @uninterrupted
     def _backward_ends(self) -> None:
@@ -410,11 +410,11 @@ class TracedLayers:
     def tell(self, event: Event) -> None:
         if isinstance(event, LayerBegin):
             self._trace.layer_begins(event.graph, event.layer, backward=event.backward)
-            task = torch._C._current_graph_task_id()
+            task = current_backward()
             if event.backward and task not in (-1, self._backward):
                 # Nothing but the engine knows when its last layer is through.
                 self._backward = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+                call_after_backward(self._backward_ends)
         elif isinstance(event, LayerEnd):
             self._trace.layer_ends(event.graph, event.layer)
 

@@ -7,12 +7,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from types import FunctionType
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..device.torch_private import (
+    CHECKPOINT_HOOKS,
+    DYNAMO,
+    compile_never,
+    compile_not_by_itself,
+    current_backward,
+    pop_saving_hooks,
+    push_saving_hooks,
+    saving_hooks_allowed,
+    storage_id,
+    top_saving_hooks,
+)
 from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
@@ -40,12 +51,7 @@ def never_traced(function: F) -> F:
 
     It is `untraced` without a function around it: that would call three more of Python's each time.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    marked = cast(Any, function)
-    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
-    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
-    marked._torchdynamo_disable_msg = COMPILE_LAYERS
+    compile_never(function, COMPILE_LAYERS)
     return function
 
 
@@ -134,7 +140,7 @@ class ForwardPass:
         storages = [
             tensor.untyped_storage() for tensor in inputs if type(tensor) is torch.Tensor and has_storage(tensor)
         ]
-        self._inputs = {storage._cdata: weakref.ref(storage) for storage in storages}
+        self._inputs = {storage_id(storage): weakref.ref(storage) for storage in storages}
         if self._strays:
             self._claim_strays(layer)
         return layer
@@ -217,7 +223,7 @@ class ForwardPass:
         layer = saved.layer
         if layer is not None and layer != self._backward_of:
             self.begin_backward(layer)
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if torch.is_grad_enabled() and current_backward() != -1:
             self._follow_next_graph()
         if type(saved) is SavedTensor:
             return self._activations.load(saved.block, saved.view)
@@ -231,9 +237,9 @@ class ForwardPass:
         Autograd's engine gives each node of a backward the hooks that were there when the backward began. So what
         is added here ends with the node that asks for a saved tensor, and is for what that node saves.
         """
-        if not self.saves_here and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not self.saves_here and saving_hooks_allowed():
             self._weights = self._movable.weights()
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack_in_backward, self.unpack)
+            push_saving_hooks(self._pack_in_backward, self.unpack)
 
     def _pack_in_backward(self, tensor: torch.Tensor) -> Saved:
         layer, self._layer = self._layer, self._backward_of
@@ -243,7 +249,7 @@ class ForwardPass:
             self._layer = layer
 
     def _is_input(self, storage: torch.UntypedStorage) -> bool:
-        reference = self._inputs.get(storage._cdata)
+        reference = self._inputs.get(storage_id(storage))
         return reference is not None and reference() is storage
 
     def _pack_stray(self, tensor: torch.Tensor) -> StrayTensor | KeptTensor:
@@ -252,7 +258,7 @@ class ForwardPass:
             return kept
         self._movable.stayed.add("outside", tensor.nbytes)
         stray = StrayTensor(kept)
-        self._strays.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(stray))
+        self._strays.setdefault(storage_id(tensor.untyped_storage()), []).append(weakref.ref(stray))
         return stray
 
     def _claim_strays(self, layer: int) -> None:
@@ -398,12 +404,12 @@ def is_packing() -> bool:
 def drop_ended_hooks() -> None:
     """Takes away hooks of forwards that have ended while others' hooks lay above theirs."""
     while isinstance(forward := owner_of(saving_hook()), ForwardPass) and forward.ended:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saving_hooks()
 
 
 def saving_hook() -> Callable[..., Any] | None:
     """What this thread's saved tensors go to now. Autograd knows: the innermost hooks win."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_saving_hooks(False)
     return None if hooks is None else hooks[0]
 
 
@@ -429,21 +435,19 @@ def is_method_of(function: object, kind: type) -> bool:
 
 def is_checkpoint() -> bool:
     """Whether what is saved now goes to torch.utils.checkpoint, which throws it away."""
-    return getattr(saving_hook(), "__qualname__", "").startswith(("_checkpoint_hook", "_recomputation_hook"))
+    return getattr(saving_hook(), "__qualname__", "").startswith(CHECKPOINT_HOOKS)
 
 
 def only_inlined(function: F) -> F:
     """The function, which torch.compile traces inside of what it compiles, and never compiles by itself."""
-    frames = torch._C._dynamo.eval_frame
-    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(cast(FunctionType, function).__code__, skipped)
+    compile_not_by_itself(function)
     return function
 
 
 @only_inlined
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which torch.compile then runs as it is and does not trace."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
+    if DYNAMO not in sys.modules:  # nothing is compiled, and to import it takes seconds
         return function
     kept_out: Callable[P, R] = torch.compiler.disable(  # type: ignore[no-untyped-call]
         function, reason=COMPILE_LAYERS
@@ -457,9 +461,9 @@ def untraced_later(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kept_out and "torch._dynamo" in sys.modules:
+        if not kept_out and DYNAMO in sys.modules:
             if torch.compiler.is_compiling():
-                torch._dynamo.graph_break(msg=COMPILE_LAYERS)
+                sys.modules[DYNAMO].graph_break(msg=COMPILE_LAYERS)
             kept_out.append(untraced(function))
         return (kept_out[0] if kept_out else function)(*args, **kwargs)
 

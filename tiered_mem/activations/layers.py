@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import Module, ModuleList, Sequential
-from torch.utils._pytree import tree_leaves
 
+from ..device.torch_private import tree_leaves
 from .hooks import ForwardPass, is_checkpoint, refuse_rivals
 
 _log = logging.getLogger("tiered_mem.activations")

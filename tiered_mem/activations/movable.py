@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import Node
 
 from ..device.device import Device
+from ..device.torch_private import is_of_transform, storage_id
 from ..ground.stats import REASONS, Moved, Reason
 from ..ground.wrappers import plain_tensors
 from ..sizes import format_bytes
@@ -88,7 +89,7 @@ class Movable:
         if known != self._known:
             self._known = known
             self._weights = frozenset(
-                part.untyped_storage()._cdata
+                storage_id(part.untyped_storage())
                 for places in self._places
                 for tensor in _weights_in(places)
                 for part in plain_tensors(tensor)
@@ -104,7 +105,7 @@ class Movable:
             and tensor.nbytes >= self.min_bytes
             and tensor.numel() >= self._min_elements
             and tensor.device == self._torch_device
-            and not _is_functorch_wrapped(tensor)
+            and not is_of_transform(tensor)
         )
 
     def moves(self, tensor: torch.Tensor, weights: frozenset[int]) -> bool:
@@ -115,10 +116,10 @@ class Movable:
         if (
             tensor.device == self._torch_device
             and tensor.numel() >= self._min_elements
-            and not _is_functorch_wrapped(tensor)
+            and not is_of_transform(tensor)
         ):
             storage = tensor.untyped_storage()
-            if storage._cdata in weights:
+            if storage_id(storage) in weights:
                 return False
             if (
                 not tensor.is_quantized
@@ -267,11 +268,7 @@ def moves_whole(storage: torch.UntypedStorage) -> bool:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor lies in one storage of its own device, as sparse, nested and functorch's own do not."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not _is_functorch_wrapped(tensor)
-
-
-# What torch.func.vmap and jvp make of a tensor.
-_is_functorch_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_of_transform(tensor)
 
 
 # Where a module has its own parameters, and its buffers.
@@ -297,9 +294,9 @@ def _identity(tensor: torch.Tensor | None) -> object:
     if tensor is None:
         return None
     if type(tensor) in _PLAIN and has_storage(tensor):
-        return id(tensor), tensor.untyped_storage()._cdata
+        return id(tensor), storage_id(tensor.untyped_storage())
     parts = (part for part in plain_tensors(tensor) if has_storage(part))
-    return id(tensor), *(part.untyped_storage()._cdata for part in parts)
+    return id(tensor), *(storage_id(part.untyped_storage()) for part in parts)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from ..choose_policy import MOST, VARIABLE
-from ..policies import StatesShare
 from ..policies.planning import BudgetTooSmall, Link, Profile, plan
 from ..policies.planning.advice import moved
-from ..policies.planning.disk_and_states import explained, states_to_keep
-from ..policies.planning.plan import floor
+from ..policies.planning.disk_and_states import StatesShare, explained, states_to_keep
+from ..policies.planning.profile import floor
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json
 

@@ -20,8 +20,11 @@ from .synchronizers import (
     OffloadableLayerState,
     OffloadSynchronizer,
     SynchronizationDictSynchronizer,
+    is_cpu_offload_enabled,
+    mark_activation_offload,
+    mark_not_offload,
+    start_offload,
 )
-from .tensors import is_cpu_offload_enabled, mark_activation_offload, mark_not_offload, start_offload
 
 __all__ = [
     "CpuOffloadContext",

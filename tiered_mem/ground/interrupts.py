@@ -54,10 +54,12 @@ class Interrupts:
     that costs nothing.
 
     There is one for each manager. They share the handlers that they put in front.
+
+    hold: False leaves all handlers alone.
     """
 
-    def __init__(self) -> None:
-        self._signals = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    def __init__(self, *, hold: bool = True) -> None:
+        self._signals = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}) if hold else []
         self._known: list[object] = []
         self._leaving: list[weakref.ref[Leaving]] = []
         self._closed = False

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device.device import Device
+from ..device.torch_private import storage_id
 from ..ground.wrappers import Rebuild, copied, plain_tensors, take_apart
 
 Param = torch.Tensor
@@ -223,7 +224,7 @@ def _without_gaps(tensor: torch.Tensor) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())
 
 
 def _padded(nbytes: int) -> int:

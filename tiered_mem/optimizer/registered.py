@@ -11,8 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..device.device import Device
-from ..device.peak import DevicePeak
+from ..device.device import Device, DevicePeak
 from ..device.transfer import TransferEngine
 from ..policies.planning.disk_and_states import StatesShare
 from ..sizes import format_bytes

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..device.device import Device
+from ..device.torch_private import OPTIMIZER_HOOKS
 from ..ground.wrappers import copied, plain_tensors
 from .bucket import Bucket
 from .layout import (
@@ -41,14 +42,6 @@ from .partial_step import NeedsAll, PartialStep, bare_step
 
 _log = logging.getLogger("tiered_mem.optimizer")
 
-HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 # What a copy does not take over. A step of the object's own is a scheduler's.
 _ITS_OWN = ("state", "param_groups", "step")
 # Some optimizers make the last of their tensors in the second step.
@@ -242,7 +235,7 @@ class Trial:
         vars(copy).update(_cloned(others))
         kept = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
         copy.state = defaultdict(dict, _cloned(kept))
-        for name in HOOKS:
+        for name in OPTIMIZER_HOOKS:
             setattr(copy, name, OrderedDict())
         groups: dict[int, State] = {}
         for param, group in pairs:

@@ -14,10 +14,10 @@ from typing import Any, NoReturn, overload
 import torch
 
 from ..device.device import Device
+from ..device.torch_private import OPTIMIZER_HOOKS, REPLACED_BY_FSDP, STEP_COUNTED, STEP_SEEN
 from ..ground.interrupts import uninterrupted
 from .layout import Param, contents, on_cpu, params_of, spread_of
 from .resting import Copies, check_step
-from .separable import HOOKS
 from .states import States
 
 _log = logging.getLogger("tiered_mem.optimizer")
@@ -53,7 +53,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._begun = self._idle = False  # what was said of its steps
         self._manager = manager  # lives as long as this
         # They are called once for a step, and not for each bucket.
-        self._hooks = {name: getattr(wrapped, name) for name in HOOKS}
+        self._hooks = {name: getattr(wrapped, name) for name in OPTIMIZER_HOOKS}
         try:
             for name, hooks in self._hooks.items():
                 setattr(self, name, hooks)
@@ -163,9 +163,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._states.step()
         else:
             loss = self._states.step(closure)
-        if hasattr(self._wrapped.step, "_wrapped_by_lr_sched"):
+        if hasattr(self._wrapped.step, STEP_COUNTED):
             # A scheduler that was made for the wrapped optimizer looks whether this comes before its own step.
-            self._wrapped._opt_called = True  # type: ignore[attr-defined]
+            setattr(self._wrapped, STEP_SEEN, True)
         return loss
 
     @uninterrupted
@@ -300,7 +300,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, device: Device) -> None:
     _check_wraps_none(optimizer, name)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"a torch.optim.Optimizer is needed, and this is a {name}")
-    lacking = [each for each in ("param_groups", "state", *HOOKS) if each not in vars(optimizer)]
+    lacking = [each for each in ("param_groups", "state", *OPTIMIZER_HOOKS) if each not in vars(optimizer)]
     if lacking:
         raise ValueError(
             f"{name} has no {lacking[0]!r} of its own, as an optimizer has that called Optimizer.__init__. If it "
@@ -329,7 +329,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, device: Device) -> None:
 
 def _check_in_use(params: Sequence[Param], name: str) -> None:
     """Raises ValueError for parameters in whose place FSDP2 has put others, as that of torch 2.13 lets see."""
-    gone = sum(hasattr(param, "_fsdp_orig_uid") and spread_of(param) is None for param in params)
+    gone = sum(hasattr(param, REPLACED_BY_FSDP) and spread_of(param) is None for param in params)
     if gone:
         raise ValueError(
             f"{gone} of {len(params)} parameters of {name} are not the model's any more, as fully_shard put others "

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ..device.device import Event
+from ..device.torch_private import AsPlainTensors
 from ..errors import Offloaded
 from ..ground.interrupts import uninterrupted
 from ..tiers.host_tier import HostSlot
@@ -103,7 +104,7 @@ class _Refusing:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _HARMLESS or (func == _SET_GRADIENT and args[1] is None):
-            with torch._C.DisableTorchFunctionSubclass():
+            with AsPlainTensors():
                 return func(*args, **kwargs)
         if func in _OF_SHAPE and not kwargs.get("out"):
             return func(args[0]._tiered_mem_away.shape, *args[1:], **kwargs)

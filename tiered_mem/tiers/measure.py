@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..policies.planning.plan import Link
+from ..policies.planning.profile import Link
 from ..spill.filesystem import memory_at, pages
 from ..spill.lower_tier import Job, LowerTier, Piece, Record
 from ..spill.record import ALIGNMENT

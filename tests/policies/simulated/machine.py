@@ -9,27 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Save, Step, Use
-from tiered_mem.policies import (
-    Action,
-    Dropped,
-    Event,
+from tiered_mem.policies import Action, Dropped, Event, LayerBegin, Offload, Policy, Release, Reload, Saved, Spill
+from tiered_mem.policies.base import (
+    BOUNDARIES,
     ExactMemory,
-    LayerBegin,
     LayerMemory,
     Memory,
-    Offload,
-    Policy,
     Refused,
-    Release,
-    Reload,
-    Saved,
-    Spill,
     StepBegin,
     StepEnd,
     StepMeasured,
     Used,
 )
-from tiered_mem.policies.base import BOUNDARIES
 from tiered_mem.policies.places import Place, Placed, Places
 from tiered_mem.policies.planning import Link
 

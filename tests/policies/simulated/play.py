@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tiered_mem.policies import Action, Event, Offload, Policy, Release, Reload, Used
+from tiered_mem.policies import Action, Event, Offload, Policy, Release, Reload
+from tiered_mem.policies.base import Used
 from tiered_mem.policies.planning import Plan, Profile
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tiered_mem.policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
 from tiered_mem.policies.planning import Profile
-from tiered_mem.policies.planning.plan import floor
+from tiered_mem.policies.planning.profile import floor
 
 
 @dataclass(frozen=True)
