@@ -24,7 +24,7 @@ from tiered_mem.policies.planning.step import StepUnderWay
 _UNTOLD = (Memory, StepMeasured, Refused, StepBegin, StepEnd)
 
 
-class ObservingPolicy:
+class ObservingPolicy(Policy):
     """Moves nothing, and keeps what it hears of each step that was measured.
 
     recording: of the last of them; None before there is one. profiles: of all.
@@ -40,9 +40,6 @@ class ObservingPolicy:
         self._device = 0
         self._step: StepUnderWay | None = None
         self._ended: dict[int, Recording] = {}
-
-    def check(self, num_layers: int) -> None:
-        """Suits every model."""
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
@@ -70,7 +67,7 @@ class ObservingPolicy:
         step.take(event, self._device - sum(self._own.values()))
 
 
-class PlayingPolicy:
+class PlayingPolicy(Policy):
     """Answers each event of each step with what a table has for it."""
 
     gather_bytes = 1
@@ -79,9 +76,6 @@ class PlayingPolicy:
     def __init__(self, table: Table) -> None:
         self._table = table
         self._names = StepNames()
-
-    def check(self, num_layers: int) -> None:
-        """Suits the model of which the table is."""
 
     def decide(self, event: Event) -> Sequence[Action]:
         if isinstance(event, StepBegin):

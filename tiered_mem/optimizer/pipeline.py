@@ -21,8 +21,7 @@ from ..sizes import format_bytes
 from ..tiers.host_tier import HostSlot
 from ..tiers.shelf import Exclusive
 from .bucket import Bucket, Residence, Residences, fetch_ahead, pack
-from .layout import Param, StateLayout, layout_of
-from .separable import StepChoice
+from .layout import Param, Splitter, StateLayout, layout_of
 
 T = TypeVar("T")
 _log = logging.getLogger("tiered_mem.optimizer")
@@ -37,7 +36,8 @@ class Pipeline:
     each. The host waits for none of this. They pass through a window of device memory, a ring, which is there
     during a step only: it is allocated on the compute stream, which at the end waits for the last copy.
 
-    exclusive: inside, the engine may be called. residences: for the buckets. choice, name: of the optimizer.
+    exclusive: inside, the engine may be called. residences: for the buckets. split: says what of a state moves.
+    name: of the optimizer. in_order: the buckets have the order of the parameters.
 
     buckets: in the order in which they are stepped.
     """
@@ -48,13 +48,15 @@ class Pipeline:
         engine: TransferEngine,
         exclusive: Exclusive,
         residences: Residences,
-        choice: StepChoice,
+        split: Splitter,
         name: str,
+        *,
+        in_order: bool,
     ) -> None:
         self._engine = engine
         self._exclusive = exclusive
-        self._split = choice.split
-        self._in_order = choice.in_order
+        self._split = split
+        self._in_order = in_order
         self._name = name
         self._window: _Window | None = None
         self.device = device

@@ -91,7 +91,9 @@ class RegisteredOptimizers:
         residences = Residences(self._host, disk, self._exclusive, bucket_bytes, host_share)
         choice = StepChoice(optimizer, self._device, separable)
         name = type(optimizer).__name__
-        pipeline = Pipeline(self._device, self._engine, self._exclusive, residences, choice, name)
+        pipeline = Pipeline(
+            self._device, self._engine, self._exclusive, residences, choice.split, name, in_order=choice.in_order
+        )
         stay = residency == "device-until-offload"
         around = contextlib.nullcontext if self._sharing is None else self._sharing.measured
         states = States(optimizer, choice, pipeline, stay=stay, around=around)
