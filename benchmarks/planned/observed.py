@@ -10,6 +10,7 @@ from tiered_mem.policies.base import (
     ExactMemory,
     Memory,
     OnRequest,
+    Policy,
     Refused,
     StepBegin,
     StepEnd,
