@@ -209,6 +209,7 @@ def test_another_users_folder_is_told_of(command: Command, tmp_path: Path) -> No
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
+import rich.console, rich.progress, rich.table  # which lie where that user may not look
 from tiered_mem.cli import main
 
 path = Path(sys.argv[1])

@@ -58,6 +58,20 @@ def test_what_needs_no_torch_imports_none(tmp_path: Path, arguments: list[str]) 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("json", [[], ["--json"]])
+def test_without_rich_it_says_what_to_install(tmp_path: Path, json: list[str]) -> None:
+    without = "import sys; sys.modules['rich'] = None"
+    version, looked = (
+        run("-c", without + COMMAND, *arguments, cwd=ROOT)
+        for arguments in (["--version"], ["inspect", str(tmp_path), *json])
+    )
+    assert (version.returncode, version.stderr) == (0, "")
+    assert looked.returncode == 2
+    assert looked.stderr == (
+        "tiered-mem: what it finds is shown by the package rich: pip install 'tiered_mem[cli]'\n"
+    )
+
+
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     """A folder with an installed backend for torch that does not load: put it on the path."""

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from ..errors import TieredMemError
 from . import clean, inspect, plan, probe
-from .output import plain
+from .output import check_rich, plain
 
 _VERBS = {"probe": probe, "inspect": inspect, "clean": clean, "plan": plan}
 _REFUSED = 2
@@ -30,11 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options, unknown = _parser().parse_known_args(arguments)
             if unknown:
                 options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            check_rich()
             status: int = options.run(options)
             return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    # ImportError: of the package for a checksum.
+    # ImportError: of the package for a checksum, or for tables.
     except (TieredMemError, OSError, ValueError, ImportError) as error:
         sys.stderr.write(f"tiered-mem: {plain(' '.join(str(error).split()))}\n")
         return _REFUSED

@@ -14,10 +14,7 @@ import pwd
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ..errors import CorruptRecord, SpillDirRefused
 from ..sizes import format_bytes
@@ -26,6 +23,10 @@ from ..spill.home import OWNER, user_of
 from ..spill.reader import read_header, read_record
 from ..spill.record import NO_HEADER, Header
 from .output import byte_bar, console, plain, table, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 Verdict = Literal["whole", "right", "wrong", "unfinished", "changing"]
 _T = TypeVar("_T")

@@ -6,19 +6,30 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from ..sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
 
 # In characters. Where there is no terminal with a width of its own, lines of a table are not broken.
 _WIDE = 200
 
 
+def check_rich() -> None:
+    """Raises ImportError where the package is missing that draws tables and the bar."""
+    if find_spec("rich") is None:
+        raise ImportError("what it finds is shown by the package rich: pip install 'tiered_mem[cli]'")
+
+
 def console() -> Console:
     """The standard output. Text is not taken for markup, for names may hold brackets."""
+    from rich.console import Console
+
     width = None if sys.stdout.isatty() else _WIDE
     return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
@@ -30,6 +41,8 @@ def write_json(result: object) -> None:
 
 def table(title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]) -> Table:
     """A table. columns: for each name, whether the column holds numbers."""
+    from rich.table import Table
+
     made = Table(title=plain(title), title_justify="left", title_style="bold")
     for name, numbers in columns.items():
         made.add_column(name, justify="right" if numbers else "left", overflow="fold")
@@ -40,6 +53,9 @@ def table(title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[objec
 
 def byte_bar() -> Progress:
     """A bar on the standard error that vanishes in the end; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     where = Console(stderr=True, markup=False, emoji=False)
     columns = (
         TextColumn("{task.description}"),

@@ -20,8 +20,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from ..errors import DeviceUnavailable
 from ..policies import Link
 from ..sizes import format_bytes
@@ -34,6 +32,8 @@ from .inspect import ask
 from .output import byte_bar, console, plain, size, table, write_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..device.device import Device
 
 # What --json prints, speeds in 1e9 bytes per second.
