@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 _ON_REQUEST = {
-    "BudgetTooSmall": ".policies.planning.plan",
+    "BudgetTooSmall": ".policies.planning.profile",
     "OffloadContext": ".activations.contexts",
     "OutOfHostMemory": ".allocators.base",
     "TieringManager": ".manager",
