@@ -20,15 +20,19 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
     last layers are then reloaded when their own backward begins. N is what the forward was told; where more layers
     run, backward counts these too, and where fewer do, what has not been released is when the forward ends.
 
-    in_flight: layers that the device may hold beyond that while their copies are under way. With k = N or N - 1
-        there is otherwise no time in which a copy could overlap compute; 1 is enough to hide it. None is 1 there,
-        and 0 for fewer layers.
-    num_layers: the former name of `offload`, with a DeprecationWarning.
-
     Under host pressure the lowest layers go to disk first, and those of the newest graph before those of others.
     What is on disk is fetched one layer before its reload.
 
-    Raises TypeError for what is no int, and ValueError for a number below 0.
+    Args:
+        offload: How many layers are offloaded. None is all.
+        in_flight: Layers that the device may hold beyond that while their copies are under way. With k = N or N - 1
+            there is otherwise no time in which a copy could overlap compute; 1 is enough to hide it. None is 1
+            there, and 0 for fewer layers.
+        num_layers: The former name of `offload`, with a DeprecationWarning.
+
+    Raises:
+        TypeError: A number is no int.
+        ValueError: A number is below 0.
     """
 
     def __init__(

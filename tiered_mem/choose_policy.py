@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .device.device import Device
 from .errors import TierFull
@@ -19,6 +18,7 @@ from .policies.by_name import policy_by_name
 from .policies.layer_order import LayerOrderPolicy
 from .policies.planned import PlannedPolicy
 from .policies.planning.profile import BudgetTooSmall, Link
+from .rehearsal import MOST, RehearsalOver, Wish
 from .sizes import format_bytes, parse_bytes
 from .spill.lower_tier import LowerTier
 from .tiers.measure import measured_link, measured_tier
@@ -110,38 +110,6 @@ def _drive(disk: LowerTier) -> Link | None:
         *(drive.out / 1e9, drive.back / 1e9, 100 * drive.both, 1e6 * drive.latency),
     )
     return drive
-
-
-# In the environment: a number of steps, the bytes of the budget, and the file to write, with colons between.
-VARIABLE = "TIERED_MEM_REHEARSAL"
-# So many times the steps that are asked for are made where none of them will do.
-MOST = 4
-
-
-class RehearsalOver(SystemExit):
-    """Ends the script, as sys.exit() would: what it has in `with` and `finally` still runs. Its status is 0."""
-
-
-class Wish(NamedTuple):
-    """What the environment asks for. budget: in place of the device_budget that the script says."""
-
-    steps: int
-    budget: int
-    file: Path
-
-    @classmethod
-    def of_environment(cls) -> Wish | None:
-        said = os.environ.get(VARIABLE)
-        if said is None:
-            return None
-        try:
-            steps, budget, file = said.split(":", 2)
-            return cls(int(steps), int(budget), Path(file))
-        except ValueError:
-            raise ValueError(
-                f"{VARIABLE}={said!r} in the environment is not STEPS:BUDGET:FILE, with the budget in bytes; it is "
-                "for `tiered-mem plan` to set"
-            ) from None
 
 
 class Rehearsal(PlannedPolicy):

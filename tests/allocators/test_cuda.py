@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiered_mem.allocators.registered import RegisteredMemory, Registrar
 
 from emulator.tests.launch import run
 from tests.allocators.cudart import ALREADY_REGISTERED, NOT_REGISTERED, Cudart
@@ -15,6 +14,7 @@ from tests.contracts import check_host_memory, ends_hold, write_ends
 from tiered_mem.allocators import CudaPinnedMemory
 from tiered_mem.allocators.base import OutOfHostMemory
 from tiered_mem.allocators.cuda import CudaError, CudaRegistrar
+from tiered_mem.allocators.runtime import RegisteredMemory, Registrar
 from tiered_mem.tiers.pinning import CudartRegistrar
 
 CHUNK = 1 << 20

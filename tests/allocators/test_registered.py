@@ -13,7 +13,6 @@ import ascend_emulator
 import pytest
 import torch
 from ascend_emulator.hardware import real_cann
-from tiered_mem.allocators.registered import RegisteredMemory, Registrar
 
 from emulator.tests.acl import PAGEABLE, PINNED, Acl
 from tests.allocators.mappings import is_mapped, locked_bytes, needs_locked, resident_pages
@@ -23,6 +22,7 @@ from tests.contracts import check_host_memory, ends_hold, write_ends
 from tiered_mem.allocators import Region, SlabPool
 from tiered_mem.allocators.acl import AclError, AclRegistrar, AclRuntime
 from tiered_mem.allocators.base import OutOfHostMemory
+from tiered_mem.allocators.runtime import RegisteredMemory, Registrar
 from tiered_mem.tiers.pinning import NpurtRegistrar
 
 pytestmark = pytest.mark.skipif(

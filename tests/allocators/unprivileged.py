@@ -11,7 +11,7 @@ MAY_LOCK = 64 << 10
 _GIVE_UP = f"""
 import os, resource
 from tiered_mem import allocators
-from tiered_mem.allocators.registered import RegisteredMemory
+from tiered_mem.allocators.runtime import RegisteredMemory
 from tests.allocators.mappings import mapped_bytes, resident_pages
 resource.setrlimit(resource.RLIMIT_MEMLOCK, ({MAY_LOCK}, {MAY_LOCK}))
 if os.getuid() == 0:

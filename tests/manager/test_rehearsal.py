@@ -13,9 +13,10 @@ from tests.policies.planned import gpt
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import budget_between, profile
-from tiered_mem.choose_policy import MOST, Rehearsal, RehearsalOver, Wish
+from tiered_mem.choose_policy import Rehearsal
 from tiered_mem.policies import Event
 from tiered_mem.policies.base import StepEnd
+from tiered_mem.rehearsal import MOST, RehearsalOver, Wish
 
 STEP = gpt(layers=3)
 STATES = 8 * MIB

@@ -22,11 +22,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..choose_policy import MOST, VARIABLE
 from ..policies.planning import BudgetTooSmall, Link, Profile, plan
 from ..policies.planning.advice import moved
 from ..policies.planning.disk_and_states import StatesShare, explained, states_to_keep
 from ..policies.planning.profile import floor
+from ..rehearsal import MOST, VARIABLE
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json
 
