@@ -1,4 +1,4 @@
-"""How `tiered-mem plan` asks a training, through its environment, to be run for a few steps and only to be planned."""
+"""How `tiered-mem plan` asks a training, through its environment, to be run for a few steps and planned."""
 
 from __future__ import annotations
 
