@@ -266,10 +266,9 @@ class Player:
                 if spare < 0:
                     break
             step.returning.popleft()
-            unplanned = table.disk is None and shadow.any_below_host
-            coming = table.following(block, _FETCHED_AHEAD) if unplanned else ()
-            fetched = [Fetch(other) for each in coming if (other := names.key(each)) is not None]
-            actions += shadow.follow([Reload(key), *fetched])
+            coming = table.following(block, _FETCHED_AHEAD) if table.disk is None else ()
+            below = self.places.on_disk([other for each in coming if (other := names.key(each)) is not None])
+            actions += shadow.follow([Reload(key), *map(Fetch, below)])
         return actions
 
     def _guard(self, beside: int, event: Event, shadow: Shadow) -> list[Action]:
@@ -379,7 +378,7 @@ class Shadow:
             for key, block in self._places.by_key.items():
                 if nbytes <= 0:
                     return actions
-                if key not in keep and not block.stuck and self.place(key) is place:
+                if key not in keep and not block.stuck and self._now(block)[0] is place:
                     nbytes -= block.nbytes
                     actions += self.follow([Offload(key), Release(key)])
         return actions
@@ -388,11 +387,6 @@ class Shadow:
         """The keys of the blocks there that do not go on to disk, in the order of their saving."""
         now = ((key, self._now(block)) for key, block in self._places.by_key.items())
         return [key for key, (there, sinking) in now if there is place and not sinking]
-
-    @property
-    def any_below_host(self) -> bool:
-        """Whether any block is on disk, or on its way there."""
-        return any(block.below_host for block in self._places.by_key.values())
 
     def _now(self, block: Placed) -> tuple[Place, bool]:
         return self._changed.get(block.key, (block.place, block.sinking))

@@ -292,8 +292,8 @@ class StepWatch:
     A step begins with a forward that finds no block alive and no other forward under way, and ends where the next
     one begins: so its optimizer, and all else in between, are part of it.
 
-    turn: is taken when a backward ends. counters: of what stays on the device. trace: that of
-    the engine.
+    turn: is taken when a backward ends. counters: of what stays on the device.
+    trace: that of the engine.
     """
 
     def __init__(

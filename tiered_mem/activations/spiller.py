@@ -173,6 +173,7 @@ class Spiller:
 
     def drop(self, block: Block) -> None:
         """The block needs neither the disk nor what is under way there any more."""
+        block.sinking = block.rising = False
         block.move = None
         self.wanted.pop(block, None)
         self.ahead.pop(block, None)

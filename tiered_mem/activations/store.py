@@ -205,7 +205,6 @@ class BlockStore:
             if self._spiller is not None:
                 for block, _ in moves:
                     self._spiller.drop(block)
-                    block.sinking = block.rising = False
         if self._spiller is not None:
             self._spiller.fetch_wanted(anew=True)
 
@@ -376,7 +375,6 @@ class BlockStore:
         block.unwanted = block.ticket
         self._leave_host(block)
         block.place = Place.DEVICE
-        block.sinking = False
 
     def _leave_host(self, block: Block) -> None:
         """Neither the host bytes are needed any more nor those on disk, though a copy may still use them."""
