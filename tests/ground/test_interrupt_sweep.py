@@ -9,10 +9,13 @@ import torch
 
 from tests.ground.interrupted import FOLDERS, Sweep, name_of, spilling_manager, train
 from tests.models import Stack, small_stack
+from tests.spill.disks import MIB
+from tests.tiers.remote_tier import RemoteTier
 from tiered_mem import TieringManager
 from tiered_mem.cpu_offload import ManualOffloadSynchronizer, OffloadableLayerState, get_cpu_offload_context
 from tiered_mem.ground.interrupts import uninterrupted_codes
 from tiered_mem.policies import LayerOrderPolicy, Link, ManualPolicy, PlannedPolicy
+from tiered_mem.tiers.measure import measured_tier, room_for
 
 # What only reads, makes an object of its own, or does no more than call what is not interrupted.
 HARMLESS = {
@@ -28,12 +31,17 @@ HARMLESS = {
         *("<genexpr>", "<lambda>", "<listcomp>", "__init__", "movable", "of_layers", "of_loop", "restart", "sync"),
     ],
     "device.py": ["<setcomp>", "check_some_here", "owns"],
+    "filesystem.py": ["memory_at", "pages"],
     "hooks.py": ["call", "load"],
     "layer_order.py": ["__init__", "check"],
     "layout.py": ["params_of"],
     "profile.py": ["__post_init__"],
     "lru.py": ["check"],
     "manager.py": ["__enter__", "__exit__", "act", "layer_context", "offload_context"],
+    "measure.py": [
+        *("<genexpr>", "<lambda>", "<listcomp>", "__init__"),
+        *("_cut", "_link", "_release", "_round", "_wait", "link", "measured_tier"),
+    ],
     "movable.py": ["<dictcomp>", "<listcomp>", "__init__", "_places_of"],
     "places.py": ["__init__"],
     "planned.py": ["__init__", "check"],
@@ -191,6 +199,7 @@ def test_no_line_of_the_bookkeeping_sees_an_interrupt(device: str, tmp_path: Pat
         sweep.run(partial(a_training, manager, place, tmp_path))
     for work in (a_forgotten_manager, recorded, by_the_drop_in, by_hand, by_layer_states):
         sweep.run(partial(work, "cpu"))
+    sweep.run(partial(measured_tier, RemoteTier(room_for(MIB)), MIB))
     assert sweep.lines > 5000
     assert sorted(sweep.inside - MAY_BE_INTERRUPTED) == []
     # Without its mark each of the functions would have let one in.

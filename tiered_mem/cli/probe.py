@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceUnavailable
+from ..ground.interrupts import Interrupts
 from ..policies import Link
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
@@ -173,7 +174,8 @@ def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Found:
             f"to write {format_bytes(nbytes)} takes {format_bytes(capacity)}, and {path} has {format_bytes(free)} "
             "left; lower --bytes, or make room"
         )
-    with closing(DiskTier(path, capacity=capacity)) as tier:
+    with closing(Interrupts()) as interrupts, closing(DiskTier(path, capacity=capacity)) as tier:
+        interrupts.watch()
         direct = tier.stats().direct
         with tempfile.TemporaryFile(dir=path) as file:
             alignment = direct_io_alignment(f"/proc/self/fd/{file.fileno()}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..ground.interrupts import uninterrupted
 from ..policies.planning.profile import Link
 from ..spill.filesystem import memory_at, pages
 from ..spill.lower_tier import Job, LowerTier, Piece, Record
@@ -70,7 +71,10 @@ def measured_tier(
 
 
 class _Trial:
-    """Records of `nbytes` bytes each, from memory at these addresses and back."""
+    """Records of `nbytes` bytes each, from memory at these addresses and back.
+
+    A job that it does not know of would go on with memory that is gone.
+    """
 
     def __init__(
         self, tier: LowerTier, addresses: Sequence[int], nbytes: int, moved: Callable[[int], None]
@@ -95,6 +99,7 @@ class _Trial:
         link = _link(len(self._addresses) * self._nbytes, seconds)
         return replace(link, latency=max(latency, 0.0))
 
+    @uninterrupted
     def close(self) -> None:
         self._release()
         for job in self._jobs:
@@ -111,6 +116,7 @@ class _Trial:
         yield self._wait(self._nbytes) - read
         self._release()
 
+    @uninterrupted
     def _write(self, addresses: Sequence[int], nbytes: int) -> list[Record]:
         records = []
         for ptr in addresses:
@@ -119,6 +125,7 @@ class _Trial:
             self._jobs.append(records[-1].job)
         return records
 
+    @uninterrupted
     def _read(self, records: Sequence[Record]) -> None:
         for record, ptr in zip(records, self._addresses, strict=False):
             self._jobs.append(self._tier.read(record, [(0, ptr)]))
