@@ -462,6 +462,6 @@ Event = (
     | Refused
 )
 # Before these comes LayerMemory.
-BOUNDARIES: frozenset[type[Event]] = frozenset({StepBegin, StepEnd, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd})
+BOUNDARIES: frozenset[type[Event]] = frozenset({StepBegin, StepEnd, ForwardBegin, ForwardEnd, LayerBegin})
 # Of these, what is told to a policy that asks for it.
 OnRequest = Used | StepBegin | StepEnd | Memory | ExactMemory | LayerMemory | StepMeasured | MoreBlocks | Refused

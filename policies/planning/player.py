@@ -300,6 +300,7 @@ class Player:
         found = self._repertoire.find(step.recording.course, step.sizes, step.recording.standing[0])
         if found is not None and step.sizes:
             step.play(*found, self._repertoire.table(*found))
+            step.alone = len(self._repertoire) == 1
             self._lru = None
         self.decided = found is None or bool(step.sizes)
         self.strange = found is None or step.longer

@@ -30,7 +30,7 @@ class StepUnderWay:
 
     known, variant, table: what it is taken for, how it differs, and what it plays; None while nothing suits.
     undecided: the last event may show what it is: the first, the first block, the eighth, and one that its kind
-    does not have.
+    does not have. alone: no other kind of step is known that it could be.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time, known when it has ended. allocated, reserved: the most
@@ -61,6 +61,7 @@ class StepUnderWay:
     passing: bool = False
     held: Collection[int] = ()
     undecided: bool = False
+    alone: bool = False
     spare: float = inf
     transcript: Transcript | None = field(default_factory=Transcript)
     rested: bool = False
@@ -69,6 +70,11 @@ class StepUnderWay:
     _due: Sequence[Action] = ()
     _parted: bool = False
     _level: int | None = None
+
+    @property
+    def compared(self) -> int:
+        """So many of the first blocks show what it is."""
+        return 1 if self.alone else COMPARED
 
     def play(self, known: Known, variant: Variant, table: Table) -> None:
         self.known, self.variant, self.table = known, variant, table
@@ -129,7 +135,7 @@ class StepUnderWay:
             self.transcript = None
             return None
         table = self.table
-        if self._settled or table is None or len(self.sizes) < min(COMPARED, len(table.blocks)):
+        if self._settled or table is None or len(self.sizes) < min(self.compared, len(table.blocks)):
             return None
         self._settled = True
         if table.script is None or self.exact or not table.script.begins(self.transcript):
@@ -196,7 +202,7 @@ class StepUnderWay:
                         self.varies |= self.known.profile.nbytes[len(self.sizes) :][:1] != [nbytes]
                     recording.save(block, nbytes)
                     self.sizes.append(nbytes)
-                    self.undecided |= len(self.sizes) in (1, COMPARED)
+                    self.undecided |= len(self.sizes) in (1, self.compared)
         elif isinstance(event, LayerBegin):
             self.in_use.clear()
             if event.backward:

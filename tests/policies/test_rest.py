@@ -56,7 +56,7 @@ def test_where_nothing_has_to_move_only_layers_come_with_memory() -> None:
 
 
 def test_where_blocks_move_memory_is_asked_for_where_there_may_be_no_room() -> None:
-    policy, machine, budget = settled(0.5)
+    policy, machine, budget = settled(0.8)
     policy.share(Memory)
     outcome = machine.run(STEP)
     assert 0.1 < policy.share(Memory) < 0.9

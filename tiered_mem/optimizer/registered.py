@@ -201,6 +201,8 @@ class _Sharing:
 
     def keep(self) -> None:
         """Has as much stay as is planned, after each change of the plan or the states."""
+        if not (self.share.total or self.states):
+            return
         share, sharing = self.share, list(self.states)
         now = share.target, sum(states.version for states in sharing), len(sharing)
         if now == self._kept_for:
