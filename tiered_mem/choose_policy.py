@@ -14,8 +14,8 @@ from .device.device import Device
 from .errors import TierFull
 from .ground.arguments import number, with_methods
 from .policies.base import Action, Adapted, Event, Policy, StepBegin, StepEnd, StepMeasured
-from .policies.by_name import policy_by_name
 from .policies.layer_order import LayerOrderPolicy
+from .policies.lru import LRUPolicy
 from .policies.planned import PlannedPolicy
 from .policies.planning.profile import BudgetTooSmall, Link
 from .rehearsal import MOST, RehearsalOver, Wish
@@ -25,6 +25,8 @@ from .tiers.measure import measured_link, measured_tier
 from .tiers.pinning import pinned_slab
 
 _log = logging.getLogger("tiered_mem.choose_policy")
+
+NAMES = ("auto", "layer-order", "lru")
 
 # Of the device's memory, for what lies in torch's pool in pieces that nobody can use; until a step was recorded.
 _FRAGMENTS = 0.04
@@ -43,23 +45,26 @@ class PolicyChoice:
     """What a user says of the policy. Arguments and errors are those of TieringManager."""
 
     def __init__(self, policy: Policy | str, device_budget: int | str | None, slowdown: float | None) -> None:
-        self._policy = policy
         self._device_budget = None if device_budget is None else parse_bytes(device_budget, "device_budget")
         self._slowdown = None if slowdown is None else number("slowdown", slowdown, at_least=0)
-        if policy != "auto":
-            if (device_budget, slowdown) != (None, None):
-                raise ValueError("device_budget and slowdown are for policy='auto'")
-            with_methods(
-                "policy", policy_by_name(policy) if isinstance(policy, str) else policy, ("check", "decide")
-            )
+        if policy != "auto" and (device_budget, slowdown) != (None, None):
+            raise ValueError("device_budget and slowdown are for policy='auto'")
+        if isinstance(policy, str):
+            if policy not in NAMES:
+                raise ValueError(f"unknown policy {policy!r}; known are {', '.join(map(repr, NAMES))}")
+        else:
+            with_methods("policy", policy, ("check", "decide"))
+        self._policy = policy if isinstance(policy, (Policy, str)) else Adapted(policy)
 
     def on(self, device: Device, host_bytes: int | None, disk: LowerTier | None = None) -> Policy:
         """The policy for a device and so much host memory. For "auto" the link is measured, and the drive."""
         usable, total = device.usable_and_total()
-        if not isinstance(self._policy, str):
-            return self._policy if isinstance(self._policy, Policy) else Adapted(self._policy)
-        if self._policy != "auto":
-            return policy_by_name(self._policy, device_bytes=int(_LRU * total) or None)
+        if isinstance(self._policy, Policy):
+            return self._policy
+        if self._policy == "layer-order":
+            return LayerOrderPolicy()
+        if self._policy == "lru":
+            return LRUPolicy(int(_LRU * total)) if total else LRUPolicy()
         if total:
             return self._planned(device, usable, total, host_bytes, disk)
         said = (self._device_budget, self._slowdown) != (None, None)

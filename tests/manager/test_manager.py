@@ -17,7 +17,9 @@ from emulator.tests.launch import HANGS_S
 from tests.conftest import EMULATED, Link, MakeManager
 from tests.models import same, stack, take_gradients
 from tiered_mem import DeviceUnavailable, PolicyError, TieringManager
-from tiered_mem.policies import Action, Event, LayerOrderPolicy, Offload, Release, Reload, Saved
+from tiered_mem.choose_policy import NAMES, PolicyChoice
+from tiered_mem.device.device import Device
+from tiered_mem.policies import Action, Event, LayerOrderPolicy, LRUPolicy, Offload, Release, Reload, Saved
 
 SMALL = "16MiB"
 
@@ -148,6 +150,12 @@ def test_a_closed_manager_holds_no_memory(device: str) -> None:
     manager.close()
     assert manager.stats()["host.reserved.current"] == 0
     del loss
+
+
+def test_policies_have_names() -> None:
+    """The cpu counts no memory, of which the others would take a share."""
+    found = [PolicyChoice(name, None, None).on(Device("cpu"), None) for name in NAMES]
+    assert [type(policy) for policy in found] == [LayerOrderPolicy, LayerOrderPolicy, LRUPolicy]
 
 
 def test_a_policy_by_name_offloads_every_layer(device: str) -> None:

@@ -23,7 +23,6 @@ from tiered_mem.policies import (
     Reload,
     Saved,
 )
-from tiered_mem.policies.by_name import policy_by_name
 
 Schedule = dict[int | str, list[int]]
 GRAPH = 0
@@ -264,11 +263,3 @@ def test_more_layers_than_the_model_has_are_refused() -> None:
         LayerOrderPolicy(5).check(4)
     LayerOrderPolicy(4).check(4)
     LayerOrderPolicy(None).check(0)
-
-
-def test_policies_are_known_by_name() -> None:
-    policy = policy_by_name("layer-order")
-    assert isinstance(policy, LayerOrderPolicy)
-    assert state(policy) == state(LayerOrderPolicy())
-    with pytest.raises(ValueError, match=r"^unknown policy 'lair-order'; known are 'auto', 'layer-order', 'lru'$"):
-        policy_by_name("lair-order")

@@ -25,7 +25,6 @@ from tiered_mem.policies import (
     Reload,
     Spill,
 )
-from tiered_mem.policies.by_name import policy_by_name
 
 GRAPH = 0
 
@@ -374,7 +373,3 @@ def test_sizes_may_be_text() -> None:
 def test_it_suits_every_model() -> None:
     LRUPolicy(1).check(0)
     LRUPolicy(1).check(1000)
-
-
-def test_it_has_a_name_and_then_keeps_a_gibibyte() -> None:
-    assert state(policy_by_name("lru")) == state(LRUPolicy("1GiB"))

@@ -7,7 +7,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, Field
 
-from .others import refuse_others
+from .tiering import refuse_others
 from .transformers import TieringCallback
 
 

@@ -9,8 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 
 from ..activations.contexts import OffloadContext
-from .others import refuse_others
-from .tiering import Tiering
+from .tiering import Tiering, refuse_others
 
 
 class LightningCallback(Tiering, Callback):

@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed.features_manager.feature import MindSpeedFeature
 
 from ..configuration import arguments_of, default_manager
-from .others import refuse_others
+from .tiering import refuse_others
 
 # MindSpeed's own, which move what layers save for backward.
 _OTHERS = ("swap_attention", "swap_layer_input", "smart_swap", "adaptive_recompute_device_swap")

@@ -1,11 +1,11 @@
-"""What the frameworks' callbacks have in common: their arguments, and a manager for each training."""
+"""What the frameworks' callbacks have in common: arguments, a manager for each training, and whom they refuse."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -104,3 +104,11 @@ class Tiering:
         except AttributeError as error:
             raise ValueError(f"layers={self._layers!r} is no module of {type(model).__name__}: {error}") from None
         return list(found) if isinstance(found, ModuleList | Sequential) else [found]
+
+
+def refuse_others(settings: Mapping[str, object], ours: str) -> None:
+    """Raises ValueError where others would move the same tensors. settings: by these, where they are on."""
+    on = [setting for setting, is_on in settings.items() if is_on]
+    if on:
+        others = " and ".join(on)
+        raise ValueError(f"{others} and {ours} would both move the same tensors: leave out one of the two")

@@ -12,7 +12,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 from ..configuration import default_manager
 from ..optimizer.registered import Residency
-from .others import refuse_others
+from .tiering import refuse_others
 
 
 @dataclass(kw_only=True, slots=True)

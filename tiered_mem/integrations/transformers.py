@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from ..activations.attachment import Attachment
 from ..optim import tiered
 from ..optimizer.registered import Residency
-from .others import refuse_others
-from .tiering import Tiering
+from .tiering import Tiering, refuse_others
 
 _log = logging.getLogger("tiered_mem.integrations")
 _GIB = 1 << 30

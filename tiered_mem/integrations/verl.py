@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any
 
-from .others import refuse_others
+from .tiering import refuse_others
 
 _log = logging.getLogger("tiered_mem.integrations")
 VENDOR = "tiered_mem"
