@@ -282,8 +282,8 @@ class ExactMemory(Memory):
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory(Memory):
-    """What is told as Memory, to a policy that asks for it in its place, but only before steps and forwards begin or
-    end, and before layers begin. To ask torch takes longer than most of what is done for a block.
+    """What is told as Memory, to a policy that asks for it in its place, but only before steps and forwards begin
+    or end, and before layers begin. To ask torch takes longer than most of what is done for a block.
     """
 
 
