@@ -428,8 +428,6 @@ _key = attrgetter("key")
 
 def by_kind(actions: Iterable[Action]) -> Iterable[tuple[type[Action], Sequence[int]]]:
     """The keys of actions, in their order; those of a kind that follow each other are together."""
-    if type(actions) is Each:
-        return ((actions.kind, actions.keys),)
     return ((kind, list(map(_key, group))) for kind, group in groupby(actions, type))
 
 

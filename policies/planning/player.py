@@ -26,7 +26,7 @@ from ..base import (
 from ..lru import LRUPolicy
 from ..places import ON_DEVICE, Place, Placed, Places
 from .recording import Name, Repetition, Script
-from .repertoire import Repertoire, Table
+from .repertoire import COMPARED, Repertoire, Table
 from .step import Rest, StepUnderWay
 
 _FETCHED_AHEAD = 8
@@ -300,7 +300,7 @@ class Player:
         found = self._repertoire.find(step.recording.course, step.sizes, step.recording.standing[0])
         if found is not None and step.sizes:
             step.play(*found, self._repertoire.table(*found))
-            step.alone = len(self._repertoire) == 1
+            step.compared = 1 if len(self._repertoire) == 1 else COMPARED
             self._lru = None
         self.decided = found is None or bool(step.sizes)
         self.strange = found is None or step.longer

@@ -29,8 +29,8 @@ class StepUnderWay:
     """A step that goes on, or has ended.
 
     known, variant, table: what it is taken for, how it differs, and what it plays; None while nothing suits.
-    undecided: the last event may show what it is: the first, the first block, the eighth, and one that its kind
-    does not have. alone: no other kind of step is known that it could be.
+    compared: so many of the first blocks show what it is. undecided: the last event may show that: the first, the
+    first block, the last of those, and one that its kind does not have.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time, known when it has ended. allocated, reserved: the most
@@ -61,7 +61,7 @@ class StepUnderWay:
     passing: bool = False
     held: Collection[int] = ()
     undecided: bool = False
-    alone: bool = False
+    compared: int = COMPARED
     spare: float = inf
     transcript: Transcript | None = field(default_factory=Transcript)
     rested: bool = False
@@ -70,11 +70,6 @@ class StepUnderWay:
     _due: Sequence[Action] = ()
     _parted: bool = False
     _level: int | None = None
-
-    @property
-    def compared(self) -> int:
-        """So many of the first blocks show what it is."""
-        return 1 if self.alone else COMPARED
 
     def play(self, known: Known, variant: Variant, table: Table) -> None:
         self.known, self.variant, self.table = known, variant, table

@@ -310,14 +310,13 @@ class StepWatch:
         self._counters = counters
         self._stayed: dict[Reason, int] = {}  # when the step began
         self._blocks = blocks
-        self._turn = turn
         self._meter = StepMeter(device, engine, trace)
         self._number: int | None = None
         self._begun = 0
         self._events = 0
         self._forwards: set[int] = set()
         self._exact = False  # whether torch's peak has begun anew after the last answer
-        self._backward = -1  # the last of torch's backwards whose end will be seen
+        self._backward = BackwardEnd(turn, peak.restore)
         self._held: dict[int, None] = {}  # the blocks of a step with exact memory that others may have
 
     def before(self, event: Event) -> Iterator[Event]:
@@ -373,7 +372,8 @@ class StepWatch:
                 pass
             case _ if self._number is not None:
                 if self._exact and isinstance(event, Used):
-                    self._await_end()
+                    # What comes after the backward is the user's, and the user may ask torch for the peak.
+                    self._backward.expect()
                 self._events += 1
                 if self._exact and isinstance(event, Saved):
                     self._held.update(dict.fromkeys(key for key, _ in event.blocks))
@@ -386,42 +386,42 @@ class StepWatch:
         now = {reason: moved.nbytes - self._stayed[reason] for reason, moved in self._counters.stayed.items()}
         return {WORDS[reason]: n for reason, n in now.items() if n > 0 and reason not in ("no_room", "policy")}
 
-    def _await_end(self) -> None:
-        """What comes after the backward is the user's, and the user may ask torch for the peak."""
-        task = current_backward()
-        if task not in (-1, self._backward):
-            self._backward = task
-            call_after_backward(self._backward_ends)
-
-    @uninterrupted
-    def _backward_ends(self) -> None:
-        with self._turn:
-            self._peak.restore()
-
 
 class TracedLayers:
     """Gets the events that a policy gets, in their order, and tells the trace of those about layers."""
 
     def __init__(self, trace: Trace, turn: Turn[Block]) -> None:
         self._trace = trace
-        self._turn = turn
-        self._backward = -1
+        self._backward = BackwardEnd(turn, trace.backward_ends)
 
     def tell(self, event: Event) -> None:
         if isinstance(event, LayerBegin):
             self._trace.layer_begins(event.graph, event.layer, backward=event.backward)
-            task = current_backward()
-            if event.backward and task not in (-1, self._backward):
+            if event.backward:
                 # Nothing but the engine knows when its last layer is through.
-                self._backward = task
-                call_after_backward(self._backward_ends)
+                self._backward.expect()
         elif isinstance(event, LayerEnd):
             self._trace.layer_ends(event.graph, event.layer)
 
+
+class BackwardEnd:
+    """Has something done in turn, once, when the backward that runs now is through."""
+
+    def __init__(self, turn: Turn[Block], then: Callable[[], None]) -> None:
+        self._turn = turn
+        self._then = then
+        self._expected = -1  # the last of torch's backwards whose end will be seen
+
+    def expect(self) -> None:
+        task = current_backward()
+        if task not in (-1, self._expected):
+            self._expected = task
+            call_after_backward(self._ends)
+
     @uninterrupted
-    def _backward_ends(self) -> None:
+    def _ends(self) -> None:
         with self._turn:
-            self._trace.backward_ends()
+            self._then()
 
 
 # A step is measured for who asks for it, and that is told though nobody asks any more.
