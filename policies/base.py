@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Protocol, overload
+from typing import Any, Literal, Protocol, overload
 
 from .places import Place, Places
 
@@ -55,7 +55,7 @@ class Policy:
             ValueError: It does not.
         """
 
-    def decide(self, event: Event) -> Sequence[Action]:
+    def decide(self, event: Event) -> Sequence[Advice]:
         """Answers an event. Called under the manager's lock: never blocks.
 
         Args:
@@ -92,7 +92,7 @@ class Decides(Protocol):
 
     def check(self, num_layers: int) -> None: ...
 
-    def decide(self, event: Event) -> Sequence[Action]: ...
+    def decide(self, event: Event) -> Sequence[Advice]: ...
 
 
 class Adapted(Policy):
@@ -376,7 +376,28 @@ class Fetch:
     key: int
 
 
+How = Literal["cheap", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Keep less of a layer that is about to begin, and compute the rest again when backward comes to it.
+
+    Counts in an answer to the LayerBegin of this layer's forward, and is passed over in any other. A layer that
+    cannot be computed again without other numbers keeps all that it saves: the manager looks for that.
+
+    Args:
+        layer: The layer's position in its forward.
+        how: "full" keeps the layer's inputs. "cheap" also keeps the results of what takes long to compute:
+            products, attention and convolutions. What is kept are blocks, which may move as any other.
+    """
+
+    layer: int
+    how: How
+
+
 Action = Offload | Release | Reload | Spill | Fetch
+Advice = Action | Recompute
 
 
 def after(action: type[Action], place: Place, sinking: bool) -> tuple[Place, bool] | None:

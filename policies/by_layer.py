@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from .base import (
     Action,
+    Advice,
     Dropped,
     Each,
     Event,
@@ -42,7 +43,7 @@ class LayerPolicy(Policy, ABC, Generic[G]):
         self._graphs: dict[int, G] = {}
         self._homes: dict[int, tuple[int, int]] = {}  # the graph and the layer that each block belongs to
 
-    def decide(self, event: Event) -> Sequence[Action]:
+    def decide(self, event: Event) -> Sequence[Advice]:
         match event:
             case Saved(number, layer, blocks):
                 self._save(self._graphs[number], layer, blocks)
@@ -74,7 +75,7 @@ class LayerPolicy(Policy, ABC, Generic[G]):
         """A graph whose forward begins."""
 
     @abstractmethod
-    def _begin(self, graph: G, layer: int, backward: bool) -> Sequence[Action]:
+    def _begin(self, graph: G, layer: int, backward: bool) -> Sequence[Advice]:
         """A layer begins its forward or its backward."""
 
     @abstractmethod

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from ..ground.arguments import whole_number
-from .base import Action, Each, Offload, Release, Reload
+from .base import Action, Advice, Each, How, Offload, Recompute, Release, Reload
 from .by_layer import Graph, LayerPolicy, in_turn
 
 
@@ -28,15 +29,22 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
         in_flight: Layers that the device may hold beyond that while their copies are under way. With k = N or N - 1
             there is otherwise no time in which a copy could overlap compute; 1 is enough to hide it. None is 1
             there, and 0 for fewer layers.
+        recompute: "cheap" or "full": all layers are computed again in that way (see `Recompute`), and what they
+            keep moves. None is none.
         num_layers: The former name of `offload`, with a DeprecationWarning.
 
     Raises:
         TypeError: A number is no int.
-        ValueError: A number is below 0.
+        ValueError: A number is below 0, or there is no such way to compute again.
     """
 
     def __init__(
-        self, offload: int | None = None, *, in_flight: int | None = None, num_layers: int | None = None
+        self,
+        offload: int | None = None,
+        *,
+        in_flight: int | None = None,
+        recompute: How | None = None,
+        num_layers: int | None = None,
     ) -> None:
         if num_layers is not None:
             warnings.warn("LayerOrderPolicy(num_layers=) is now offload=", DeprecationWarning, stacklevel=2)
@@ -47,7 +55,10 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
             whole_number("offload", offload, at_least=0)
         if in_flight is not None:
             whole_number("in_flight", in_flight, at_least=0)
+        if recompute is not None and recompute not in get_args(How):
+            raise ValueError(f'recompute is "cheap", "full" or None, not {recompute!r}')
         super().__init__()
+        self._recompute = recompute
         self._offload_layers = offload
         self._in_flight = in_flight
 
@@ -61,12 +72,13 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
     def _graph(self, number: int, num_layers: int) -> _Plan:
         return _Plan(number, num_layers, self._offload_layers, self._in_flight)
 
-    def _begin(self, graph: _Plan, layer: int, backward: bool) -> Sequence[Action]:
+    def _begin(self, graph: _Plan, layer: int, backward: bool) -> Sequence[Advice]:
         if backward:
             reloaded, fetched = graph.keys(graph.reloaded_by(layer)), graph.keys(graph.reloaded_after(layer))
             return in_turn(Each(Reload, reloaded), self._fetch(fetched))
         released = graph.released_by(layer)
-        return in_turn(self._offload(graph), Each(Release, graph.keys(released)))
+        actions = in_turn(self._offload(graph), Each(Release, graph.keys(released)))
+        return actions if self._recompute is None else [Recompute(layer, self._recompute), *actions]
 
     def _offload(self, graph: _Plan) -> Sequence[Action]:
         offloaded = graph.offloaded

@@ -86,6 +86,23 @@ def changed_tensor(
     )
 
 
+class NotRepeatable(TieredMemError, RuntimeError):
+    """A layer that was to be computed again in backward is one that does other things the second time.
+
+    No gradient was made of the other values, but a backward that ended with this has made some of the others.
+
+    Args:
+        layer: Its name.
+        why: In words.
+    """
+
+    def __init__(self, layer: str, why: str) -> None:
+        super().__init__(
+            f"{layer} cannot be computed again in backward: {why}. From now on it keeps what it saves: zero the "
+            "gradients and make the step anew. TieringManager(recompute=False) computes nothing again"
+        )
+
+
 class InterruptedStep(TieredMemError, RuntimeError):
     """An optimizer's step, or a load of its states, ended in the middle.
 

@@ -30,7 +30,7 @@ from .ground.turn import Turn
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
-from .policies.base import Action, Policy
+from .policies.base import Action, How, Policy
 from .policies.planned import PlannedPolicy
 from .policies.planning.report import Report
 from .report import flatten, plan_report, summary
@@ -94,6 +94,8 @@ class TieringManager:
             price: a KeyboardInterrupt, or what else a handler raises, may then come in the middle, and leave a
             manager that no longer answers or has lost host memory, or an optimizer's step half done. Make
             everything anew after it.
+        recompute: Which layers may be computed again in backward, where a policy or a context wants it. "auto" is
+            those whose values come out the same, bit by bit; "allow" is also others; False is none.
 
     Raises:
         ValueError: Arguments cannot be right.
@@ -122,6 +124,7 @@ class TieringManager:
         steps_in_flight: int = 2,
         trace: bool = False,
         hold_signals: bool = True,
+        recompute: str | bool = "auto",
     ) -> None:
         yes_or_no("hold_signals", hold_signals)
         with contextlib.ExitStack() as undo:
@@ -182,6 +185,7 @@ class TieringManager:
                 None if self._disk is None else self._disk.stats().capacity,
                 self._counters,
                 self._interrupts,
+                recompute,
             )
             # Saved tensors keep these, and not the manager.
             owned = (self._engine, self._host, self._disk, self._interrupts)
@@ -189,7 +193,11 @@ class TieringManager:
             undo.pop_all()
 
     def offload_context(
-        self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str | None = None
+        self,
+        layers: Iterable[torch.nn.Module] | torch.nn.Module,
+        *,
+        min_bytes: int | str | None = None,
+        recompute: How | None = None,
     ) -> OffloadContext:
         """A context for the forward: `with manager.offload_context(model.layers): loss = model(batch)`.
 
@@ -199,12 +207,14 @@ class TieringManager:
                 before one of them begins is moved with it; a line of the log says which blocks.
             min_bytes: Smaller tensors stay on the device. None is 1 MiB, and with policy="auto" it falls by itself
                 where smaller ones fill the device.
+            recompute: The layers are computed again in backward. "full" keeps their inputs, "cheap" also the
+                results of products, attention and convolutions; what is kept may move (docs/recompute.md).
 
         Raises:
-            ValueError: The policy does not suit that many layers, a model's layers cannot be found, or the disk
-                tier is too small for any block.
+            ValueError: The policy does not suit that many layers, a model's layers cannot be found, the disk
+                tier is too small for any block, or the manager is to compute nothing again.
         """
-        return self._contexts.of_layers(layers, min_bytes=min_bytes)
+        return self._contexts.of_layers(layers, min_bytes=min_bytes, recompute=recompute)
 
     @uninterrupted
     def attach(
@@ -213,6 +223,7 @@ class TieringManager:
         *,
         layers: Iterable[torch.nn.Module] | None = None,
         min_bytes: int | str | None = None,
+        recompute: How | None = None,
     ) -> Attachment:
         """From now on what the model's layers save moves, in each forward with gradients on, by any thread.
 
@@ -225,6 +236,7 @@ class TieringManager:
             model: Is to be attached before it runs compiled.
             layers: Its layers. None is its repeated blocks, as with `offload_context(model)`.
             min_bytes: As for `offload_context`.
+            recompute: As for `offload_context`.
 
         Returns:
             A handle, whose `remove()` ends that, and which keeps the model alive no more than this manager.
@@ -232,7 +244,7 @@ class TieringManager:
         Raises:
             ValueError: As `offload_context` does, and for a model that is attached already.
         """
-        return self._contexts.attach(model, layers=layers, min_bytes=min_bytes)
+        return self._contexts.attach(model, layers=layers, min_bytes=min_bytes, recompute=recompute)
 
     def layer_context(
         self, num_layers: int, *, min_bytes: int | str | None = None, variable_depth: bool = True

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.once(why="it needs no device")
 PUBLIC = {
     "tiered_mem": """
         BudgetTooSmall ChangedTensor Closed CorruptRecord DeviceFailed DeviceUnavailable InterruptedStep
-        OffloadContext OffloadRefused Offloaded OutOfHostMemory PinningFailed PolicyError Reentered SpillDirRefused
-        TierFull TieredMemError TieringManager async_save_on_cpu configure default_manager optim
+        NotRepeatable OffloadContext OffloadRefused Offloaded OutOfHostMemory PinningFailed PolicyError Reentered
+        SpillDirRefused TierFull TieredMemError TieringManager async_save_on_cpu configure default_manager optim
     """,
     "tiered_mem.allocators": """
         AclPinnedMemory CudaPinnedMemory HostMemory HostPool LockedMemory PageableMemory PoolStats Region SlabPool
@@ -31,8 +31,8 @@ PUBLIC = {
     """,
     "tiered_mem.policies": """
         Action Dropped Each Event Fetch ForwardBegin ForwardEnd HostPressure LRUPolicy LayerBegin LayerEnd
-        LayerOrderPolicy Link ManualPolicy Offload Place Placed Places PlannedPolicy Policy Release Reload Saved
-        Spill SynchronizationDictPolicy
+        LayerOrderPolicy Link ManualPolicy Offload Place Placed Places PlannedPolicy Policy Recompute Release Reload
+        Saved Spill SynchronizationDictPolicy
     """,
 }
 # Packages of the product's own, which say for mypy what they hand on.
@@ -56,7 +56,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_they_are_few() -> None:
-    assert sum(len(names.split()) for module, names in PUBLIC.items() if module not in THEIRS) <= 56
+    assert sum(len(names.split()) for module, names in PUBLIC.items() if module not in THEIRS) <= 58
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -19,10 +19,12 @@ from tiered_mem.policies import (
     LayerOrderPolicy,
     Offload,
     Policy,
+    Recompute,
     Release,
     Reload,
     Saved,
 )
+from tiered_mem.policies.base import How
 
 Schedule = dict[int | str, list[int]]
 GRAPH = 0
@@ -263,3 +265,12 @@ def test_more_layers_than_the_model_has_are_refused() -> None:
         LayerOrderPolicy(5).check(4)
     LayerOrderPolicy(4).check(4)
     LayerOrderPolicy(None).check(0)
+
+
+@pytest.mark.parametrize("how", ["cheap", "full"])
+def test_each_layer_is_computed_again_in_forward_alone(how: How) -> None:
+    answers = LayerOrderPolicy(2, recompute=how), LayerOrderPolicy(2)
+    for event in forward(GRAPH, 4) + backward(GRAPH, 4):
+        treated, kept = (list(policy.decide(event)) for policy in answers)
+        wanted = isinstance(event, LayerBegin) and not event.backward
+        assert treated == ([Recompute(event.layer, how)] if wanted else []) + kept

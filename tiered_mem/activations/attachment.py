@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -29,10 +29,12 @@ from ..device.torch_private import (
     saving_hooks_allowed,
 )
 from ..ground.interrupts import uninterrupted
+from ..policies.base import How
 from .driver import Activations
 from .hooks import ForwardPass, drop_ended_hooks, is_checkpoint, is_method_of, only_inlined, untraced_later
 from .layers import LayerCalls, parts_around
 from .movable import Movable
+from .recompute import Recomputer
 
 _log = logging.getLogger("tiered_mem.activations")
 
@@ -113,7 +115,7 @@ class Followed(HookOwner):
         self, module: Module, inputs: tuple[object, ...], named: dict[str, object] | None = None
     ) -> None:
         if not torch.compiler.is_exporting():
-            self._begin_layer(module, (*inputs, *(named or {}).values()))
+            self._begin_layer(module, inputs, named or {})
 
     @only_inlined
     def end_layer(self, module: Module, inputs: object, output: object) -> None:
@@ -132,9 +134,9 @@ class Followed(HookOwner):
 
     @untraced_later
     @uninterrupted
-    def _begin_layer(self, module: Module, inputs: Sequence[object]) -> None:
+    def _begin_layer(self, module: Module, args: Sequence[object], named: Mapping[str, object]) -> None:
         if self._active and self._is_followed(module):
-            self._seen |= self._forwards().begin_layer(module, inputs)
+            self._seen |= self._forwards().begin_layer(module, args, named)
 
     @untraced_later
     @uninterrupted
@@ -215,8 +217,17 @@ class ModelForwards:
     num_layers: how many layers there are. A forward is expected to have as many calls of them as the last one.
     """
 
-    def __init__(self, activations: Activations, movable: Movable, num_layers: int) -> None:
+    def __init__(
+        self,
+        activations: Activations,
+        movable: Movable,
+        num_layers: int,
+        recomputer: Recomputer,
+        recompute: How | None,
+    ) -> None:
         self._activations = activations
+        self._recomputer = recomputer
+        self._recompute = recompute
         self._movable = movable
         self._num_layers = self._expected = num_layers
         self._calls: LayerCalls | None = None  # of the forward that is not known to have ended
@@ -251,7 +262,7 @@ class ModelForwards:
         else:
             self.end()
 
-    def begin_layer(self, module: Module, inputs: Iterable[object]) -> bool:
+    def begin_layer(self, module: Module, args: Sequence[object], named: Mapping[str, object]) -> bool:
         """A layer begins. Whether it is part of a forward. Raises ValueError inside of another offloader."""
         again = self._first is not None and self._first() is module
         if again and self._call is not None and not self._goes_on(self._call, module):
@@ -266,7 +277,7 @@ class ModelForwards:
         if self._first is None:
             self._first = weakref.ref(module)
         try:
-            self._calls.begin(module, inputs)
+            self._calls.begin(module, args, named)
         except BaseException:
             if self._loose:
                 self.end(early=True)
@@ -309,7 +320,7 @@ class ModelForwards:
             forward = ForwardPass(
                 self._activations, self._movable, self._expected, claims_strays=not loose, open_ended=loose
             )
-            self._calls = LayerCalls(forward)
+            self._calls = LayerCalls(forward, self._recomputer, self._recompute)
             self._loose, self._deeper = loose, 0
         try:
             hooks = self._calls.forward.hooks()
@@ -321,6 +332,8 @@ class ModelForwards:
 
     def _leave(self) -> None:
         hooks, self._hooks, self._call = self._hooks, None, None
+        if self._calls is not None:
+            self._calls.break_off()
         if hooks is not None and self._calls is not None and self._calls.forward.saves_here:
             hooks.__exit__()
 

@@ -17,7 +17,7 @@ from ..device.device import Device
 from ..ground.arguments import instance, items, whole_number, yes_or_no
 from ..ground.interrupts import Interrupts, uninterrupted
 from ..ground.stats import Counters
-from ..policies.base import ManualPolicy, Policy
+from ..policies.base import How, ManualPolicy, Policy
 from ..policies.planned import PlannedPolicy
 from ..sizes import format_bytes, parse_bytes
 from .attachment import Attachment, Followed, HookOwner, ModelForwards, end_apart, is_attached, keep_apart
@@ -25,6 +25,7 @@ from .driver import Activations
 from .hooks import ForwardPass, untraced
 from .layers import LayerCalls, repeated_blocks
 from .movable import Movable, Stayed
+from .recompute import Recomputer
 
 # What is smaller stays, as a rule: each copy costs the host as much as one of many MiB.
 _LARGE = 1 << 20
@@ -34,6 +35,7 @@ class Contexts:
     """Contexts for the activations of one manager. Arguments and errors are those of TieringManager.
 
     disk_bytes: what the tier below the host has room for; None where there is none.
+    recompute: which layers may be computed again.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class Contexts:
         disk_bytes: int | None,
         counters: Counters,
         interrupts: Interrupts,
+        recompute: str | bool,
     ) -> None:
+        # A plan is for steps that are alike, and what the first ones keep it moves.
+        self._recomputer = Recomputer(recompute, at_once=isinstance(policy, PlannedPolicy))
         self._activations = activations
         self._policy = policy
         self._device = device
@@ -55,17 +60,22 @@ class Contexts:
         self._of_blocks: dict[tuple[object, int, int | str | None], LayerContext] = {}
 
     def of_layers(
-        self, layers: Iterable[torch.nn.Module] | torch.nn.Module, *, min_bytes: int | str | None
+        self,
+        layers: Iterable[torch.nn.Module] | torch.nn.Module,
+        *,
+        min_bytes: int | str | None,
+        recompute: How | None,
     ) -> OffloadContext:
         """For layers that the user names, or for a model's own."""
+        calls = partial(LayerCalls, recomputer=self._recomputer, recompute=self._recomputer.check(recompute))
         if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
             blocks = repeated_blocks(layers)
             movable = self._movable_of(layers, blocks, min_bytes)
-            return OffloadContext(self._activations, blocks, movable, whole=True)
+            return OffloadContext(self._activations, blocks, movable, calls, whole=True)
         modules = [instance("layers", layer, torch.nn.Module) for layer in items("layers", layers)]
         self._policy.check(len(modules))
         movable = self.movable(modules, min_bytes=min_bytes)
-        return OffloadContext(self._activations, modules, movable, whole=False)
+        return OffloadContext(self._activations, modules, movable, calls, whole=False)
 
     def attach(
         self,
@@ -73,8 +83,10 @@ class Contexts:
         *,
         layers: Iterable[torch.nn.Module] | None = None,
         min_bytes: int | str | None,
+        recompute: How | None,
     ) -> Attachment:
         """For each forward of a model."""
+        recompute = self._recomputer.check(recompute)
         instance("model", model, torch.nn.Module)
         if layers is None:
             named = repeated_blocks(model)
@@ -83,7 +95,8 @@ class Contexts:
         if any(map(is_attached, (model, *named))):
             raise ValueError(f"this {type(model).__name__} is attached already: remove() that attachment first")
         places = [weakref.ref(layer) for layer in named]
-        followed = Followed(model, named, partial(self._forwards_of, layers=places, min_bytes=min_bytes))
+        forwards_of = partial(self._forwards_of, layers=places, min_bytes=min_bytes, recompute=recompute)
+        followed = Followed(model, named, forwards_of)
         self._interrupts.tell(followed)
         self._followed = [each for each in self._followed if each() is not None] + [weakref.ref(followed)]
         return Attachment(followed)
@@ -145,10 +158,16 @@ class Contexts:
         )
 
     def _forwards_of(
-        self, model: torch.nn.Module, *, layers: Sequence[weakref.ref[torch.nn.Module]], min_bytes: int | str | None
+        self,
+        model: torch.nn.Module,
+        *,
+        layers: Sequence[weakref.ref[torch.nn.Module]],
+        min_bytes: int | str | None,
+        recompute: How | None,
     ) -> ModelForwards:
         alive = [layer for each in layers if (layer := each()) is not None]
-        return ModelForwards(self._activations, self._movable_of(model, alive, min_bytes), len(alive))
+        movable = self._movable_of(model, alive, min_bytes)
+        return ModelForwards(self._activations, movable, len(alive), self._recomputer, recompute)
 
     def _movable_of(
         self, model: torch.nn.Module, layers: list[torch.nn.Module], min_bytes: int | str | None
@@ -174,13 +193,21 @@ class OffloadContext(contextlib.ContextDecorator):
         activations: The manager's.
         layers: The modules whose calls count.
         movable: Says which saved tensors may move.
+        calls: Makes what follows the calls of a forward's layers.
         whole: The layers are those of the model that is run. What is saved before one of them is its own too.
     """
 
     def __init__(
-        self, activations: Activations, layers: Sequence[torch.nn.Module], movable: Movable, *, whole: bool
+        self,
+        activations: Activations,
+        layers: Sequence[torch.nn.Module],
+        movable: Movable,
+        calls: Callable[[ForwardPass], LayerCalls],
+        *,
+        whole: bool,
     ) -> None:
         self._activations = activations
+        self._calls = calls
         self._layers = layers
         self._movable = movable
         self._whole = whole
@@ -192,7 +219,7 @@ class OffloadContext(contextlib.ContextDecorator):
         if self._entered is not None:
             raise RuntimeError("this offload context is entered already; make a second one to nest forwards")
         forward = ForwardPass(self._activations, self._movable, self._expected, claims_strays=self._whole)
-        self._entered = _Entered(forward, self._layers)
+        self._entered = _Entered(self._calls(forward), self._layers)
         return self
 
     @uninterrupted
@@ -214,16 +241,16 @@ class _Entered(HookOwner):
     another offloader. Nothing is left then. One inside of the layers shows only when nothing has come.
     """
 
-    def __init__(self, forward: ForwardPass, layers: Sequence[torch.nn.Module]) -> None:
-        self._calls = LayerCalls(forward)
+    def __init__(self, calls: LayerCalls, layers: Sequence[torch.nn.Module]) -> None:
+        self._calls = calls
         self._thread = get_ident()
         self._marks: list[RemovableHandle] = []
         self._layers = list(dict.fromkeys(layers))
         try:
-            self._hooks: saved_tensors_hooks = forward.hooks()
+            self._hooks: saved_tensors_hooks = calls.forward.hooks()
             self._hooks.__enter__()
         except BaseException:
-            forward.end(early=True)
+            calls.forward.end(early=True)
             raise
         begin, end = untraced(self._begin), untraced(self._end)
         for layer in self._layers:
@@ -233,6 +260,7 @@ class _Entered(HookOwner):
 
     def leave(self, *, early: bool) -> int:
         """Takes the hooks away. Returns how many layers ran. early: an exception ended the forward."""
+        self._calls.break_off()
         self._hooks.__exit__()
         for mark in self._marks:
             mark.remove()
@@ -248,7 +276,7 @@ class _Entered(HookOwner):
         self, module: torch.nn.Module, inputs: tuple[object, ...], named: dict[str, object] | None = None
     ) -> None:
         if get_ident() == self._thread:
-            self._calls.begin(module, (*inputs, *(named or {}).values()))
+            self._calls.begin(module, inputs, named or {})
 
     @uninterrupted
     def _end(self, module: torch.nn.Module, inputs: object, output: object) -> None:

@@ -19,6 +19,7 @@ from ..policies.base import (
     BOUNDARIES,
     GATHERED_BYTES,
     Action,
+    Advice,
     Dropped,
     Each,
     Event,
@@ -35,6 +36,7 @@ from ..policies.base import (
     Offload,
     OnRequest,
     Policy,
+    Recompute,
     Refused,
     Release,
     Reload,
@@ -51,7 +53,7 @@ from ..trace.recorder import StepMeter, Trace
 from .block import Block, SavedBlocks, View, held_by_others
 from .movable import WORDS, Stayed
 from .spiller import Spiller
-from .store import BlockStore, checked
+from .store import BlockStore, actions_of, checked
 
 # A program that lets no graph go has a step that never ends, and whoever records it would record for ever.
 _MOST_EVENTS = 200_000
@@ -100,9 +102,10 @@ class Activations:
             self._spiller.step = graph
         return graph
 
-    def notify(self, event: Event) -> None:
-        """Tells the policy and does what it answers."""
+    def notify(self, event: Event) -> Recompute | None:
+        """Tells the policy and does what it answers. Returns the layer that is to be computed again."""
         with self._turn:
+            self._actions.recompute = None
             if self._traced is not None:
                 self._traced.tell(event)
             for each in self._before:
@@ -110,10 +113,12 @@ class Activations:
             if self._spiller is not None:
                 self._store.poll()
             self._actions.tell(event)
+            recompute = self._actions.recompute
         self._after()
+        return recompute
 
     @uninterrupted
-    def act(self, actions: Iterable[Action]) -> None:
+    def act(self, actions: Iterable[Advice]) -> None:
         """Does what a policy could have answered."""
         with self._turn:
             self.poll()
@@ -206,6 +211,7 @@ class PolicyActions:
     saver: the graph and the layer that blocks are saved by now.
     enough: so many bytes of blocks, saved or ended, the policy is told of before the next event. tells_uses: and of
     each use.
+    recompute: what it answered last of a layer to be computed again.
     closed: the policy is told nothing any more.
     """
 
@@ -225,6 +231,7 @@ class PolicyActions:
         self.tells_uses = False
         self._ask()
         self.saver = (0, 0)
+        self.recompute: Recompute | None = None
         self.closed = False
 
     def tell(self, event: Event) -> None:
@@ -245,11 +252,14 @@ class PolicyActions:
         if self._blocks.ended:
             self._tell(Dropped(self._blocks.take_ended()))
 
-    def act(self, answer: Iterable[Action]) -> None:
+    def act(self, answer: Iterable[Advice]) -> None:
         """Does what a policy has answered, or could have. Raises PolicyError before anything is done."""
         if not (answer.keys if type(answer) is Each else answer):
             return
         actions = checked(self._policy, answer)
+        if type(actions) is not Each and Recompute in map(type, actions):
+            self.recompute = next(each for each in actions if isinstance(each, Recompute))
+            actions = actions_of(actions)
         for kind, keys in ((actions.kind, actions.keys),) if type(actions) is Each else by_kind(actions):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
             blocks = list(filter(None, map(self._blocks.find, dict.fromkeys(keys))))

@@ -27,7 +27,7 @@ from ..device.torch_private import (
 from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
-from ..policies.base import Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks
+from ..policies.base import Event, ForwardBegin, ForwardEnd, How, LayerBegin, LayerEnd, MoreBlocks, Recompute
 from .block import Block, Origin, View, origin_of
 from .movable import Movable, Stayed, has_storage
 
@@ -65,6 +65,7 @@ class ForwardPass:
     claims_strays: what is saved outside of all layers is that of the next layer to begin, and not only where it is
         one of its inputs.
     open_ended: nobody may come to say that it has ended. Then it ends where its backward begins.
+    recompute: how the policy wants the layer that began last computed again.
     ended: `end` was called. elsewhere: nothing that its layers saved has come here.
     """
 
@@ -93,6 +94,7 @@ class ForwardPass:
         self._backward_of: int | None = None
         self.keys: list[dict[int, None]] = []
         self.saver: int | None = None  # the layer that saved the tensor which came last
+        self.recompute: How | None = None
         self.ended = False
         self.elsewhere = False
         self.graph = activations.new_graph()
@@ -136,7 +138,8 @@ class ForwardPass:
         """
         layer = self._layer = len(self.keys)
         self.keys.append({})
-        self._activations.notify(LayerBegin(self.graph, layer))
+        answer = self._activations.notify(LayerBegin(self.graph, layer))
+        self.recompute = None if answer is None or answer.layer != layer else answer.how
         storages = [
             tensor.untyped_storage() for tensor in inputs if type(tensor) is torch.Tensor and has_storage(tensor)
         ]
@@ -281,7 +284,7 @@ class Keeper(Protocol):
 
     def new_graph(self) -> int: ...
 
-    def notify(self, event: Event) -> None: ...
+    def notify(self, event: Event) -> Recompute | None: ...
 
     def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]: ...
 
@@ -436,6 +439,11 @@ def is_method_of(function: object, kind: type) -> bool:
 def is_checkpoint() -> bool:
     """Whether what is saved now goes to torch.utils.checkpoint, which throws it away."""
     return getattr(saving_hook(), "__qualname__", "").startswith(CHECKPOINT_HOOKS)
+
+
+def computes_again() -> bool:
+    """Whether a checkpoint computes on this thread what it threw away."""
+    return getattr(saving_hook(), "__qualname__", "").startswith(CHECKPOINT_HOOKS[1])
 
 
 def only_inlined(function: F) -> F:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -12,7 +12,9 @@ import torch
 from torch.nn import Module, ModuleList, Sequential
 
 from ..device.torch_private import tree_leaves
-from .hooks import ForwardPass, is_checkpoint, refuse_rivals
+from ..policies.base import How
+from .hooks import ForwardPass, computes_again, is_checkpoint, refuse_rivals
+from .recompute import RecomputedCall, Recomputer
 
 _log = logging.getLogger("tiered_mem.activations")
 
@@ -74,12 +76,16 @@ def parts_around(model: Module, layers: Iterable[Module]) -> list[Module]:
 class LayerCalls:
     """Follows which layers of a forward are running, and whether what they save comes to it.
 
-    A layer inside another one interrupts it.
+    A layer inside another one interrupts it. One that is computed again in backward does not begin there.
+
+    recompute: how a layer is computed again of which the policy says nothing.
     """
 
-    def __init__(self, forward: ForwardPass) -> None:
+    def __init__(self, forward: ForwardPass, recomputer: Recomputer, recompute: How | None) -> None:
         self.forward = forward
-        self._running: list[tuple[Module, int]] = []
+        self._recomputer = recomputer
+        self._recompute = recompute
+        self._running: list[LayerCall] = []
         self._came = False
 
     @property
@@ -87,26 +93,55 @@ class LayerCalls:
         """Whether any layer is."""
         return bool(self._running)
 
-    def begin(self, module: Module, inputs: Iterable[object]) -> None:
-        """Raises ValueError inside of another offloader."""
+    def begin(self, module: Module, args: Sequence[object], named: Mapping[str, object]) -> None:
+        """A layer begins, with these arguments. Raises ValueError inside of another offloader."""
         refuse_rivals()
-        self._running.append((module, self.forward.begin_layer(inputs)))
+        if computes_again():
+            return
+        forward = self.forward
+        call = LayerCall(module, forward.begin_layer((*args, *named.values())))
+        self._running.append(call)
+        if (how := forward.recompute or self._recompute) is not None:
+            call.recomputed = self._recomputer.begin(how, forward, call.layer, module, args, named)
 
     def end(self, module: Module, output: object) -> None:
         """A layer has ended. One that has not begun, as somebody else's hook raised before, ends nothing."""
-        if all(module is not running for running, _ in self._running):
+        if all(module is not call.module for call in self._running) or computes_again():
             return
         # What an interrupt ended in between, before it was inside of its own forward, is over as well.
-        while (ended := self._running.pop())[0] is not module:
-            pass
+        while (ended := self._running.pop()).module is not module:
+            ended.leave(None)
+        ended.leave(output)
         forward = self.forward
-        self._came = self._came or forward.saver == ended[1]
+        self._came = self._came or forward.saver == ended.layer
         if self._came or is_checkpoint():
             forward.elsewhere = False
         else:
             forward.elsewhere = forward.elsewhere or _has_graph(output)
-        forward.end_layer(ended[1])
-        forward.resume_layer(self._running[-1][1] if self._running else None)
+        forward.end_layer(ended.layer)
+        forward.resume_layer(self._running[-1].layer if self._running else None)
+
+    def break_off(self) -> None:
+        """What runs has ended, and no hook has heard of it."""
+        while self._running:
+            self._running.pop().leave(None)
+
+
+class LayerCall:
+    """A call of a layer that runs: its number in the forward, and how it is computed again, if it is."""
+
+    __slots__ = ("layer", "module", "recomputed")
+
+    def __init__(self, module: Module, layer: int) -> None:
+        self.module = module
+        self.layer = layer
+        self.recomputed: RecomputedCall | None = None
+
+    def leave(self, output: object) -> None:
+        """It has ended; without an output it has failed."""
+        recomputed, self.recomputed = self.recomputed, None
+        if recomputed is not None:
+            recomputed.end(output)
 
 
 def _runs(name: str, module: Module, suits: Callable[[Module, list[Module]], bool]) -> Iterator[Run]:

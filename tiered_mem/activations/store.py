@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from operator import attrgetter
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -15,7 +15,7 @@ from ..device.device import Device, Stream
 from ..device.transfer import Ticket, TransferEngine
 from ..errors import Closed, PolicyError, TierFull, changed_tensor
 from ..ground.stats import Counters, Moved
-from ..policies.base import Action, Each, HostPressure, Policy, Release, Spill
+from ..policies.base import Action, Advice, Each, HostPressure, How, Policy, Recompute, Release, Spill
 from ..policies.places import ON_DEVICE, Place
 from ..tiers.host_tier import Form, HostSlot, HostTier, groups
 from ..trace.recorder import Trace
@@ -281,7 +281,8 @@ class BlockStore:
         blocks = self.blocks.by_key
         told: set[Action] = set()
         while (missing := nbytes - spiller.going_down) > 0 and spiller.accepting:
-            advice = dict.fromkeys(checked(self._policy, self._policy.decide(HostPressure(missing))))
+            answer = self._policy.decide(HostPressure(missing))
+            advice = dict.fromkeys(actions_of(checked(self._policy, answer)))
             new = [action for action in advice if action not in told and action.key in blocks]
             if not new:
                 return
@@ -410,10 +411,11 @@ class BlockStore:
 
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
+_HOWS = frozenset(get_args(How))
 _INT = frozenset({int})
 
 
-def checked(policy: Policy, answer: object) -> Sequence[Action]:
+def checked(policy: Policy, answer: object) -> Sequence[Any]:
     """What a policy has answered; None is nothing. Raises PolicyError where that is no sequence of actions."""
     if answer is None:
         return ()
@@ -427,8 +429,16 @@ def checked(policy: Policy, answer: object) -> Sequence[Action]:
     if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
         return actions
     for action in actions:
-        if type(action) not in _ACTIONS:
+        if type(action) is Recompute:
+            if not isinstance(action.layer, Integral) or action.how not in _HOWS:
+                raise PolicyError(f"{name} answered {action!r}: layer is an int, and how one of {sorted(_HOWS)}")
+        elif type(action) not in _ACTIONS:
             raise PolicyError(f"{name} answered {action!r}, which is not an action")
-        if type(action.key) is not int and not isinstance(action.key, Integral):
+        elif type(action.key) is not int and not isinstance(action.key, Integral):
             raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")
     return actions
+
+
+def actions_of(answer: Iterable[Advice]) -> list[Action]:
+    """What it advises for blocks."""
+    return [action for action in answer if not isinstance(action, Recompute)]

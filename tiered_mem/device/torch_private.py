@@ -6,7 +6,7 @@ each tensor that is saved, and an alias calls nothing in Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from operator import attrgetter
 from types import CodeType, FunctionType
@@ -16,6 +16,7 @@ import torch
 import torch.fx
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SUPPORTED = "2.9 or later, and 2.13 is tested"
 
@@ -56,6 +57,14 @@ CHECKPOINT_HOOKS = tuple(
     _found(f"utils.checkpoint.{name}").__qualname__ for name in ("_checkpoint_hook", "_recomputation_hook")
 )
 
+# torch.utils.checkpoint in two halves, as hooks of a module need it: runs to where the forward begins, and is asked
+# on when it has ended. Its arguments: what computes again, whether random states are restored, what makes the
+# contexts around the forward and around the second time, what is compared, two switches, and what it computes with.
+checkpoint_halves: Callable[..., Generator[None, None, None]] = _found(
+    "utils.checkpoint._checkpoint_without_reentrant_generator"
+)
+REENTRANT_CHECKPOINT = f"{_found('utils.checkpoint.CheckpointFunction').__name__}Backward"
+
 # The transforms of torch.func, and what follows the Python code of a model.
 innermost_transform: Callable[[], object | None] = _found("_C._functorch.peek_interpreter_stack")
 is_of_transform: Callable[[torch.Tensor], bool] = _found("_C._functorch.is_functorch_wrapped_tensor")
@@ -77,7 +86,12 @@ current_stream: Callable[[int], torch.Stream] = _found("_C._accelerator_getStrea
 # Within, functions treat a tensor's type as if it had no __torch_function__ of its own.
 AsPlainTensors: Any = _found("_C.DisableTorchFunctionSubclass")
 
+# Sees each operator that is called on a tensor while it is entered.
+DispatchMode = TorchDispatchMode
+
 tree_leaves: Callable[..., list[Any]] = _found("utils._pytree.tree_leaves")
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _found("utils._pytree.tree_flatten")
+tree_unflatten: Callable[[Iterable[Any], Any], Any] = _found("utils._pytree.tree_unflatten")
 
 # What runs while any module is called.
 MODULE_CALL: CodeType = _found("nn.Module._call_impl").__code__

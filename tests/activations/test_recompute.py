@@ -1,0 +1,590 @@
+"""Layers that are computed again in backward: the numbers stay the same, and what they need stays little."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import Layer, Stack, eventually, is_empty, stack
+from tiered_mem import NotRepeatable, PolicyError, TieringManager
+from tiered_mem.activations.recompute import same_bits
+from tiered_mem.policies import Event, LayerBegin, LayerOrderPolicy, Policy, Recompute
+
+LAYERS = 4
+HOWS = ("full", "cheap")
+STEPS = LAYERS + 2  # each layer has a trial in one of the first
+
+
+@contextmanager
+def tiering(device: str, policy: Policy | None = None, **arguments: Any) -> Iterator[TieringManager]:
+    """A manager in which nothing may be left at the end."""
+    policy = LayerOrderPolicy(0) if policy is None else policy
+    with TieringManager(policy=policy, device=device, host_bytes="64MiB", **arguments) as manager:
+        yield manager
+        assert eventually(lambda: is_empty(manager)), manager.memory_summary()
+
+
+def gradients(model: nn.Module, x: torch.Tensor, context: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
+    """Those of a step, of the weights and of the input, with the same random numbers each time."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    torch.manual_seed(1)
+    with context():
+        loss = model(x)
+    loss.backward()
+    return [x.grad, *(weight.grad for weight in model.parameters())]
+
+
+def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(one is other or torch.equal(one.cpu(), other.cpu()) for one, other in zip(some, others, strict=True))
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> list[Any]:
+    return [None if each is None else each.clone() for each in gradients(model, x, torch.enable_grad)]
+
+
+class Of(nn.Module):
+    """A model of layers of the test's."""
+
+    def __init__(self, make: Callable[[], nn.Module], layers: int = LAYERS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def saved_bytes(manager: TieringManager, model: nn.Module, x: torch.Tensor, context: Any) -> int:
+    """What is alive between a forward and its backward."""
+    with context:
+        loss = model(x)
+    alive = sum(block.nbytes for block in manager._store.blocks.by_key.values())
+    loss.backward()
+    return alive
+
+
+@pytest.mark.parametrize("offload", [0, 2, LAYERS])
+@pytest.mark.parametrize("how", HOWS)
+def test_gradients_are_those_of_the_plain_step(how: Any, offload: int, device: str) -> None:
+    model, x = stack(LAYERS, device)
+    right = plain(model, x)
+    with tiering(device, LayerOrderPolicy(offload, recompute=how)) as manager:
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: manager.offload_context(model.layers, min_bytes=1)), right)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_is_kept_is_little(how: Any, device: str, no_gc: None) -> None:
+    """The inputs, and the results of the two products but the last one's, which nothing is made of."""
+    torch.compiler.reset()  # a checkpoint imports what compiles, and that import leaves a circle behind, once
+    model, x = stack(LAYERS, device)
+    x.requires_grad_()
+    kept = LAYERS * x.nbytes * {"full": 1, "cheap": 1 + 4}[how]
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=x.nbytes, recompute=how)
+        for _ in range(LAYERS):
+            assert saved_bytes(manager, model, x, context) > kept
+        assert saved_bytes(manager, model, x, context) == kept
+
+
+def test_the_device_has_less_to_hold(device: str, device_module: Any) -> None:
+    model, x = stack(LAYERS, device)
+
+    def peak(recompute: Any) -> int:
+        with tiering(device) as manager:
+            context = manager.offload_context(model.layers, min_bytes=1, recompute=recompute)
+            for _ in range(STEPS):
+                device_module.reset_peak_memory_stats()
+                before = device_module.memory_allocated()
+                gradients(model, x, lambda: context)
+            return int(device_module.max_memory_allocated() - before)
+
+    keep, cheap, full = peak(None), peak("cheap"), peak("full")
+    assert full < cheap < keep
+    assert full < keep / 2
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_dropout_draws_the_same_again(how: Any, device: str) -> None:
+    model = Of(lambda: nn.Sequential(Layer(64), nn.Dropout(0.3), nn.Linear(64, 64), nn.Dropout(0.3))).to(device)
+    x = torch.randn(8, 64).to(device)
+    right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: context), right)
+
+
+class Attention(nn.Module):
+    """Its attention drops, and so draws random numbers before the last dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.inner(x).view(8, 4, 16, 3, 64).unbind(3)
+        drawn = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        return x + functional.dropout(drawn.reshape(x.shape), 0.5).sin()
+
+
+def test_an_operator_that_draws_is_computed_again(device: str) -> None:
+    """Or what follows would draw the numbers that it has drawn the first time."""
+    model = Of(Attention).to(device)
+    x = torch.randn(8, 64, 64).to(device)
+    right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute="cheap")
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: context), right)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_autocast_is_that_of_the_forward(how: Any, device: str) -> None:
+    model, x = stack(LAYERS, device)
+    with torch.autocast(device, torch.bfloat16):
+        right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        for _ in range(STEPS):
+            model.zero_grad()
+            y = x.detach().requires_grad_()
+            with torch.autocast(device, torch.bfloat16), context:
+                loss = model(y)
+            loss.backward()
+            assert same([y.grad, *(weight.grad for weight in model.parameters())], right)
+
+
+class Named(nn.Module):
+    """Is called with a named tensor, a pair of them, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Layer(64)
+
+    def forward(self, x: torch.Tensor, pair: Any, *, scale: torch.Tensor, power: int) -> torch.Tensor:
+        return self.inner(x * scale) * pair[0].cos() + pair[1] ** power
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_inputs_of_any_form(how: Any, device: str) -> None:
+    class Model(Of):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, (x + 1, x.sin()), scale=x.tanh(), power=2)
+            return x.pow(2).mean()
+
+    model = Model(Named).to(device)
+    x = torch.randn(8, 64).to(device)
+    right = plain(model, x)
+    with tiering(device, LayerOrderPolicy(recompute=how)) as manager:
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: manager.offload_context(model.layers, min_bytes=1)), right)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_attached(how: Any, device: str) -> None:
+    model, x = stack(LAYERS, device)
+    right = plain(model, x)
+    with tiering(device, LayerOrderPolicy(2)) as manager, manager.attach(model, min_bytes=1, recompute=how):
+        for _ in range(STEPS):
+            assert same(gradients(model, x, torch.enable_grad), right)
+
+
+def test_a_policy_chooses_for_each_layer(device: str) -> None:
+    class Chooses(Policy):
+        def decide(self, event: Event) -> Sequence[Any]:
+            if isinstance(event, LayerBegin) and not event.backward and event.layer in (1, 2):
+                return [Recompute(event.layer, "full")]
+            return []
+
+    model, x = stack(LAYERS, device)
+    right = plain(model, x)
+    x.requires_grad_()
+    with tiering(device) as manager:
+        all_bytes = saved_bytes(manager, model, x, manager.offload_context(model.layers, min_bytes=x.nbytes))
+    with tiering(device, Chooses()) as manager:
+        context = manager.offload_context(model.layers, min_bytes=x.nbytes)
+        for _ in range(2):
+            saved_bytes(manager, model, x, context)
+        assert saved_bytes(manager, model, x, context) == (all_bytes + 4 * x.nbytes) / 2
+        assert same(gradients(model, x, lambda: context), right)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 9])
+def test_advice_for_another_layer_is_passed_over(layer: int, device: str) -> None:
+    class Advises(Policy):
+        def decide(self, event: Event) -> Sequence[Any]:
+            return [Recompute(layer, "full")] if isinstance(event, LayerBegin) and event.layer == 1 else []
+
+    model, x = stack(LAYERS, device)
+    with tiering(device, Advises()) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1)
+        assert saved_bytes(manager, model, x, context) == saved_bytes(manager, model, x, context)
+        assert manager._contexts._recomputer._kinds == {}
+
+
+@pytest.mark.parametrize("answer", [Recompute(0, "twice"), Recompute("first", "full")])  # type: ignore[arg-type]
+def test_what_is_no_way_to_compute_again_is_refused(answer: Recompute, device: str) -> None:
+    class Answers(Policy):
+        def decide(self, event: Event) -> Sequence[Any]:
+            return [answer] if isinstance(event, LayerBegin) else []
+
+    model, x = stack(1, device)
+    with tiering(device, Answers()) as manager:
+        context = manager.offload_context(model.layers)
+        with pytest.raises(PolicyError, match="how one of"), context:
+            model(x)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_graphs_in_flight_together(how: Any, device: str) -> None:
+    model, x = stack(LAYERS, device)
+    right = plain(model, x)
+    with tiering(device, LayerOrderPolicy(2, recompute=how)) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1)
+        for order in (reversed, sorted):
+            inputs = [x.detach().requires_grad_() for _ in range(3)]
+            losses = []
+            for each in inputs:
+                with context:
+                    losses.append(model(each))
+            for number in order(range(3)):
+                model.zero_grad()
+                losses[number].backward()
+                found = [inputs[number].grad, *(weight.grad for weight in model.parameters())]
+                assert same(found, right)
+            del losses
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_graph_that_is_used_twice(how: Any, device: str) -> None:
+    model, x = stack(LAYERS, device)
+    right = plain(model, x)
+    with tiering(device, LayerOrderPolicy(2, recompute=how)) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1)
+        for _ in range(STEPS):
+            y = x.detach().requires_grad_()
+            with context:
+                loss = model(y)
+            for last in (False, True):
+                model.zero_grad()
+                y.grad = None
+                loss.backward(retain_graph=not last)
+                assert same([y.grad, *(weight.grad for weight in model.parameters())], right)
+            del loss
+
+
+def test_a_layer_within_a_layer_goes_with_the_outer_one(device: str) -> None:
+    model = Of(lambda: nn.Sequential(Layer(64), Layer(64)), 2).to(device)
+    x = torch.randn(8, 64).to(device)
+    right = plain(model, x)
+    layers = [each for outer in model.layers for each in (outer, *outer)]
+    with tiering(device) as manager:
+        context = manager.offload_context(layers, min_bytes=1, recompute="full")
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: context), right)
+
+
+def test_without_gradients_nothing_is_treated(device: str) -> None:
+    model, x = stack(LAYERS, device)
+    with tiering(device) as manager, manager.attach(model, recompute="full"):
+        with torch.no_grad():
+            model(x)
+        assert manager._contexts._recomputer._kinds == {}
+
+
+def test_an_exception_in_the_forward_leaves_nothing(device: str) -> None:
+    class Fails(Layer):
+        fail = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if self.fail:
+                raise KeyboardInterrupt
+            return y
+
+    model = Of(lambda: Layer(64)).to(device)
+    model.layers[2] = Fails(64).to(device)
+    x = torch.randn(8, 64).to(device)
+    with tiering(device, LayerOrderPolicy(2, recompute="cheap")) as manager:
+        for number in range(STEPS):
+            Fails.fail = number in (0, 2, 5)
+            if Fails.fail:
+                with pytest.raises(KeyboardInterrupt):
+                    gradients(model, x, lambda: manager.offload_context(model.layers, min_bytes=1))
+            else:
+                found = gradients(model, x, lambda: manager.offload_context(model.layers, min_bytes=1))
+                assert same(found, plain(model, x))
+
+
+def test_a_manager_that_computes_nothing_again(device: str) -> None:
+    model, x = stack(LAYERS, device)
+    with tiering(device, LayerOrderPolicy(0, recompute="full"), recompute=False) as manager:
+        with pytest.raises(ValueError, match="recompute=False"):
+            manager.offload_context(model.layers, recompute="cheap")
+        context = manager.offload_context(model.layers, min_bytes=1)
+        alive = {saved_bytes(manager, model, x, context) for _ in range(STEPS)}
+        assert len(alive) == 1
+
+
+@pytest.mark.parametrize("wrong", [True, "always", 1, None])
+def test_arguments_are_checked(wrong: Any, device: str) -> None:
+    with pytest.raises(ValueError, match='recompute is "auto", "allow" or False'):
+        TieringManager(device=device, recompute=wrong)
+    if wrong is not None:
+        with pytest.raises(ValueError, match="recompute is"):
+            LayerOrderPolicy(recompute=wrong)
+        with tiering(device) as manager, pytest.raises(ValueError, match="recompute is"):
+            manager.offload_context([nn.Linear(2, 2)], recompute=wrong)
+
+
+class Normed(nn.Module):
+    """Batch norm changes its buffers in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x)).tanh()
+
+
+class InPlace(nn.Module):
+    """Changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x * 2)
+        with torch.no_grad():
+            x += 1
+        return y.sin() + 1
+
+
+class OwnGenerator(nn.Module):
+    """Drops by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.rand(x.shape, generator=self.generator).to(x.device) > 0.3
+        return self.inner(x * kept).tanh()
+
+
+class Pythons(nn.Module):
+    """Scales by Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * random.random()).tanh()
+
+
+class Checkpoints(nn.Module):
+    """Has a checkpoint of its own."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Layer(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x.sin(), use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpoints):
+    reentrant = True
+
+
+EXCLUDED = {
+    Normed: "changes its buffer norm.",
+    InPlace: "changes its input",
+    OwnGenerator: "draws from a generator of its own",
+    Pythons: "random numbers of Python",
+    Checkpoints: "a checkpoint of its own",
+    Reentrant: "a checkpoint of its own",
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("kind", EXCLUDED)
+def test_who_would_give_other_numbers_keeps_all(
+    kind: type[nn.Module], how: Any, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(8, 64).to(device)
+
+    def trained(tiered: bool) -> list[Any]:
+        """Gradients of each step, and the buffers after the last."""
+        random.seed(0)
+        model = Of(kind).to(device)
+        found = []
+        with tiering(device) as manager:
+            context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+            for _ in range(3):
+                step = gradients(model, x.clone(), lambda: context if tiered else torch.enable_grad())
+                found += [each.clone() for each in step]
+        return found + list(model.buffers())
+
+    right = trained(tiered=False)
+    with caplog.at_level(logging.WARNING, "tiered_mem.activations"):
+        assert same(trained(tiered=True), right)
+    told = [each.getMessage() for each in caplog.records if "not computed again" in each.getMessage()]
+    assert len(told) == 1
+    assert kind.__name__ in told[0]
+    assert EXCLUDED[kind] in told[0]
+
+
+def test_collectives_are_not_issued_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Of one process. Others may not come to issue theirs a second time."""
+
+    class Gathers(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x).detach().clone()
+            distributed.all_reduce(y)
+            return super().forward(x) * y
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = Of(lambda: Gathers(64))
+        x = torch.randn(8, 64)
+        right = plain(model, x)
+        with tiering("cpu") as manager:
+            context = manager.offload_context(model.layers, min_bytes=1, recompute="full")
+            assert same(gradients(model, x, lambda: context), right)
+    finally:
+        distributed.destroy_process_group()
+    assert "it issues a collective itself, c10d::allreduce_" in caplog.text
+
+
+class Counts(nn.Module):
+    """Does something else at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.numbers = itertools.count(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * next(self.numbers)).sin()
+
+
+def test_values_that_do_not_come_again_end_the_first_backward(device: str) -> None:
+    """Only the first layer kept all: the others had counted on its outcome. From then on all do."""
+    model = Of(Counts).to(device)
+    x = torch.randn(8, 64).to(device)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute="full")
+        with pytest.raises(NotRepeatable, match="Counts cannot be computed again"):
+            gradients(model, x, lambda: context)
+        x.requires_grad_()
+        everything = LAYERS * 2 * x.nbytes
+        assert eventually(lambda: saved_bytes(manager, model, x, context) == everything)
+
+
+def test_a_single_layer_that_does_not_come_again_costs_nothing(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(8, 64).to(device)
+    right = plain(Of(Counts, 1).to(device), x)
+    model = Of(Counts, 1).to(device)
+    with tiering(device) as manager:
+        found = gradients(model, x, lambda: manager.offload_context(model.layers, min_bytes=1, recompute="full"))
+    assert same(found, right)
+    assert "has other values the second time" in caplog.text
+
+
+def test_allowed_to_differ(device: str) -> None:
+    model = Of(Counts).to(device)
+    x = torch.randn(8, 64).to(device)
+    with tiering(device, recompute="allow") as manager:
+        for _ in range(STEPS):
+            gradients(model, x, lambda: manager.offload_context(model.layers, min_bytes=1, recompute="full"))
+
+
+def test_a_layer_that_begins_to_change_its_buffer_is_found(device: str) -> None:
+    class Late(Layer):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__(64)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Late.calls += 1
+            if Late.calls > 40:
+                self.seen += 1
+            return super().forward(x)
+
+    model = Of(Late).to(device)
+    x = torch.randn(8, 64).to(device)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute="full")
+        for _ in range(40 // LAYERS // 2):
+            gradients(model, x, lambda: context)
+        with pytest.raises(NotRepeatable, match="changes its buffer seen"):
+            gradients(model, x, lambda: context)
+
+
+def test_other_shapes_have_trials_of_their_own(device: str) -> None:
+    model, x = stack(LAYERS, device)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute="full")
+        for rows in (16, 8, 16, 8, 4):
+            part = x[:rows].contiguous()
+            assert same(gradients(model, part, lambda: context), plain(model, part))
+        kinds = manager._contexts._recomputer._kinds.values()
+        assert [len(each.equal) for each in kinds] == [2, 2, 1]
+
+
+def test_kinds_are_not_kept_for_ever(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_mem.activations.recompute._MOST_KINDS", 3)
+    model = Stack(1, 16).to(device)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute="full")
+        for rows in range(1, 9):
+            gradients(model, torch.randn(rows, 16).to(device), lambda: context)
+        assert len(manager._contexts._recomputer._kinds) == 3
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1.5, float("nan")]),
+        torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        torch.tensor([1, 2], dtype=torch.complex64),
+        torch.tensor([1, 2], dtype=torch.complex64).conj(),
+        torch.tensor([True, False]),
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t(),
+    ],
+    ids=str,
+)
+def test_bits_are_compared(tensor: torch.Tensor) -> None:
+    assert same_bits(tensor, tensor.clone())
+    assert not same_bits(tensor, tensor[:1])
+    assert not same_bits(tensor[:1], tensor[1:])
+
+
+def test_zeros_of_two_signs_are_not_the_same() -> None:
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))

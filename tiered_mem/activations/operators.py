@@ -1,0 +1,185 @@
+"""What the operators of a layer return: looked at, kept in blocks, and given in place of computing it again."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..device.torch_private import DispatchMode, tree_flatten, tree_leaves, tree_unflatten
+from ..errors import NotRepeatable
+
+
+class Watch(DispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the results of all dear operators in a layer, and looks for what must not be computed again.
+
+    save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
+    saves: how many tensors autograd has saved so far. why: the reason to exclude the layer, if there is one.
+    """
+
+    def __init__(self, save: Save | None, checkpoint: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._save = save
+        self._checkpoint = checkpoint
+        self._of: list[Seen] = []
+        self.kept: dict[int, Result] = {}
+        self.saves = 0
+        self.why: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func.namespace in _COLLECTIVES:
+            self.why = f"it issues a collective itself, {func.name()}"
+        elif any(isinstance(each, torch.Generator) for each in (*args, *named.values())):
+            self.why = f"{func.name()} draws from a generator of its own, which nobody restores"
+        elif self._checkpoint():
+            self.why = CHECKPOINT_INSIDE
+        if self._save is None or not is_dear(func):
+            return func(*args, **named)
+        devices = {each.device for each in tree_leaves((args, named)) if isinstance(each, torch.Tensor)}
+        before = _random_states(devices)
+        result = func(*args, **named)
+        drew = not all(map(torch.equal, before, _random_states(devices)))
+        whole = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        versions = [(each.detach(), each._version) for each in whole]
+        self.kept[len(self._of)] = Result.of(func, result, self._save)
+        self._of.append(Seen(Operation.of(func, args, named), self.saves, drew, versions))
+        return result
+
+    def worth_keeping(self, saves: int) -> dict[int, Operation]:
+        """The results, by their numbers, that are needed to compute again, and can be kept. Asked once, at the end.
+
+        Not what is the last thing that the layer computes, nor what it changes afterwards. Nor what draws random
+        numbers: it has to draw them again, so that what follows draws the same.
+        """
+        seen, self._of = self._of, []
+        return {
+            number: each.operation
+            for number, each in enumerate(seen)
+            if each.saves < saves
+            and not each.drew
+            and all(tensor._version == version for tensor, version in each.versions)
+        }
+
+
+class Operation(NamedTuple):
+    """An operator, and what it is called with beside tensors: by that it draws random numbers, or does not."""
+
+    func: Any
+    numbers: tuple[object, ...]
+
+    @classmethod
+    def of(cls, func: Any, args: Iterable[object], named: Mapping[str, object]) -> Operation:
+        everything = (*args, *named.values())
+        return cls(func, tuple(each for each in everything if isinstance(each, int | float | str)))
+
+
+class Seen(NamedTuple):
+    """What a trial has seen of a dear operator's result.
+
+    saves: how many tensors autograd had saved before. drew: random numbers. versions: the tensors as they were.
+    """
+
+    operation: Operation
+    saves: int
+    drew: bool
+    versions: Sequence[tuple[torch.Tensor, int]]
+
+
+class KeepResults(DispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps some results of dear operators: those with these numbers, counted from the layer's beginning.
+
+    One that is called otherwise than in the trial may draw random numbers now, and is computed again.
+    """
+
+    def __init__(self, save: Save, wanted: Mapping[int, Operation]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._save = save
+        self._wanted = wanted
+        self._number = -1
+        self.kept: dict[int, Result] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_dear(func):
+            self._number += 1
+            wanted = self._wanted.get(self._number)
+            if wanted is not None and wanted == Operation.of(func, args, kwargs or {}):
+                self.kept[self._number] = Result.of(func, result, self._save)
+        return result
+
+
+class GiveResults(DispatchMode):  # type: ignore[no-untyped-call]
+    """Gives what was kept in place of computing it again."""
+
+    def __init__(self, kept: Mapping[int, Result]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+        self._number = -1
+
+    def __enter__(self) -> Any:
+        self._number = -1
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_dear(func):
+            self._number += 1
+            if (result := self._kept.get(self._number)) is not None:
+                if result.func is not func:
+                    raise NotRepeatable("a layer", f"it called {result.func.name()} first, and now {func.name()}")
+                return result.load()
+        return func(*args, **(kwargs or {}))
+
+
+class Result(NamedTuple):
+    """What an operator has returned. Its tensors are blocks."""
+
+    func: Any
+    leaves: Sequence[Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, func: Any, result: Any, save: Save) -> Result:
+        # Detached, as autograd is about to make these very tensors its own: the graph would hold itself.
+        leaves, structure = tree_flatten(result)
+        kept = [Kept(save(each.detach())) if isinstance(each, torch.Tensor) else each for each in leaves]
+        return cls(func, kept, structure)
+
+    def load(self) -> Any:
+        """The same again, as often as it is asked for."""
+        loaded = [each.saved.load().detach() if isinstance(each, Kept) else each for each in self.leaves]
+        return tree_unflatten(loaded, self.structure)
+
+
+class Kept(NamedTuple):
+    """A tensor of a result."""
+
+    saved: Loads
+
+
+class Loads(Protocol):
+    """What is made of a tensor to keep it: the tensor again, on the device, for whoever asks."""
+
+    def load(self) -> torch.Tensor: ...
+
+
+Save = Callable[[torch.Tensor], Loads]
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
+# Products, attention and convolutions, by the names that torch and the backends' packages give them.
+_DEAR = re.compile(r"attention|matmul|linear$|convolution|(^|_)conv|(^|_)(mm|bmm|mv|addmm|addbmm|baddbmm|addmv)$")
+CHECKPOINT_INSIDE = "it has a checkpoint of its own inside"
+
+
+@functools.cache
+def is_dear(func: Any) -> bool:
+    """Whether an operator computes for long, for each byte of its result."""
+    name = func.name().partition("::")[2].partition(".")[0]
+    return "backward" not in name and _DEAR.search(name) is not None
+
+
+def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return states + [torch.get_device_module(each).get_rng_state(each) for each in devices if each.type != "cpu"]
