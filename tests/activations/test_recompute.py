@@ -363,6 +363,19 @@ class Normed(nn.Module):
         return self.norm(self.inner(x)).tanh()
 
 
+class Statistics(nn.Module):
+    """Changes buffers by an operator that counts no versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("variance", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.batch_norm(self.inner(x), self.mean, self.variance, training=True).tanh()
+
+
 class InPlace(nn.Module):
     """Changes its input."""
 
@@ -420,6 +433,7 @@ class Reentrant(Checkpoints):
 
 EXCLUDED = {
     Normed: "changes its buffer norm.",
+    Statistics: "changes its buffer mean",
     InPlace: "changes its input",
     OwnGenerator: "draws from a generator of its own",
     Pythons: "random numbers of Python",

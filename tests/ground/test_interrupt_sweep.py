@@ -52,7 +52,7 @@ HARMLESS = {
         *("<genexpr>", "<listcomp>", "<setcomp>", "__enter__", "__torch_dispatch__", "_random_states", "is_dear"),
         *("load", "of"),
     ],
-    "recompute.py": ["_bits", "_pack", "_same_bits", "_unpack", "again", "check", "same_bits"],
+    "recompute.py": ["_bits", "_same_bits", "_unpack", "again", "check", "same_bits"],
     "report.py": ["__init__"],
     "resting.py": ["__getitem__", "__init__", "__len__", "_alive", "in_order"],
     "sizes.py": ["_parsed", "format_bytes", "parse_bytes"],

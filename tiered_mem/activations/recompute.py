@@ -175,6 +175,7 @@ class TrialCall(RecomputedCall):
         drop, compute = found
         return saved_tensors_hooks(functools.partial(self._pack, drop), functools.partial(self._unpack, compute))
 
+    @uninterrupted
     def _pack(self, drop: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Twice:
         self._saves += 1
         self._watch.saves = self._saves
