@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import Layer, Stack, eventually, is_empty, stack
 from tiered_mem import NotRepeatable, PolicyError, TieringManager
+from tiered_mem.activations.operators import is_dear
 from tiered_mem.activations.recompute import same_bits
 from tiered_mem.policies import Event, LayerBegin, LayerOrderPolicy, Policy, Recompute
 
@@ -89,7 +91,6 @@ def test_gradients_are_those_of_the_plain_step(how: Any, offload: int, device: s
 @pytest.mark.parametrize("how", HOWS)
 def test_what_is_kept_is_little(how: Any, device: str, no_gc: None) -> None:
     """The inputs, and the results of the two products but the last one's, which nothing is made of."""
-    torch.compiler.reset()  # a checkpoint imports what compiles, and that import leaves a circle behind, once
     model, x = stack(LAYERS, device)
     x.requires_grad_()
     kept = LAYERS * x.nbytes * {"full": 1, "cheap": 1 + 4}[how]
@@ -602,3 +603,69 @@ def test_bits_are_compared(tensor: torch.Tensor) -> None:
 
 def test_zeros_of_two_signs_are_not_the_same() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_graph_that_is_kept_holds_nothing_that_was_computed_again(
+    how: Any, device: str, device_module: Any, no_gc: None
+) -> None:
+    model, x = stack(LAYERS, device)
+    x.requires_grad_()
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        for _ in range(STEPS):
+            saved_bytes(manager, model, x, context)
+        model.zero_grad()
+        x.grad = None
+        with context:
+            loss = model(x)
+        before = device_module.memory_allocated()
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        x.grad = None
+        assert device_module.memory_allocated() <= before
+        del loss
+
+
+def test_what_was_kept_is_given_each_time() -> None:
+    class Products(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += is_dear(func)
+            return func(*args, **(kwargs or {}))
+
+    model, x = stack(1, "cpu")
+    x.requires_grad_()
+    with tiering("cpu") as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute="cheap")
+        saved_bytes(manager, model, x, context)
+        with context:
+            loss = model(x)
+        counts = []
+        for _ in range(3):
+            with Products() as products:
+                loss.backward(retain_graph=True)
+            counts.append(products.count)
+        del loss
+    assert counts == [4] * 3  # two for each product's gradients, and none for the products
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_backward_inside_of_the_context(how: Any) -> None:
+    """On the cpu it runs on the thread that the context is for: what is computed again is no new layer."""
+    model, x = stack(LAYERS, "cpu")
+    right = plain(model, x)
+    with tiering("cpu", LayerOrderPolicy(2)) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        for _ in range(STEPS):
+            model.zero_grad()
+            y = x.detach().requires_grad_()
+            with context as entered:
+                model(y).backward()
+                calls = entered._entered
+                assert calls is not None
+                assert calls._calls.forward.layers == LAYERS
+            assert same([y.grad, *(weight.grad for weight in model.parameters())], right)

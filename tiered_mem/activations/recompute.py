@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import random
 import sys
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from ..device.torch_private import (
+    DYNAMO,
     REENTRANT_CHECKPOINT,
     checkpoint_halves,
     innermost_transform,
@@ -62,6 +64,10 @@ class Recomputer:
             raise ValueError(f'recompute is "cheap", "full" or None, not {how!r}')
         if how is not None and self._forbid:
             raise ValueError(f"recompute={how!r} is asked of a TieringManager(recompute=False)")
+        if how is not None:
+            # The checkpoint imports it, and its import keeps the frames that it began in until the garbage is
+            # collected: better these than a forward's.
+            importlib.import_module(DYNAMO)
         return how
 
     def begin(
