@@ -73,8 +73,7 @@ class Operation(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: Iterable[object], named: Mapping[str, object]) -> Operation:
-        everything = (*args, *named.values())
-        return cls(func, tuple(each for each in everything if isinstance(each, int | float | str)))
+        return cls(func, tuple(each for each in (*args, *named.values()) if isinstance(each, int | float | str)))
 
 
 class Seen(NamedTuple):

@@ -164,14 +164,16 @@ class TrialCall(RecomputedCall):
         verdict.wanted = watch.worth_keeping(self._saves)
         for number in watch.kept.keys() - verdict.wanted:
             del watch.kept[number]
+        seen = None if output is None else watch.why or self._seen_in(output)
+        self._buffers.clear()
+        changed = self._call.changed()  # lets go of the inputs, too
         if output is None:
             verdict.trial = None
-        elif why := watch.why or self._seen_in(output) or self._call.changed():
+        elif why := seen or changed:
             verdict.exclude(why)
 
     def _contexts(self) -> Contexts:
-        keeps = self._watch
-        return _Both(keeps, self), nullcontext() if self._how == "full" else GiveResults(keeps.kept)
+        return _Both(self._watch, self), nullcontext() if self._how == "full" else GiveResults(self._watch.kept)
 
     def hooks(self) -> saved_tensors_hooks:
         """To be entered where those of the checkpoint are the innermost."""
@@ -218,7 +220,6 @@ class TrialCall(RecomputedCall):
         for name, each in self._call.module.named_buffers():
             if name not in self._buffers or not same_bits(self._buffers[name], each):
                 return f"it changes its buffer {name}"
-        self._buffers.clear()
         if _host_random() != self._random:
             return "it draws random numbers of Python or numpy, which nobody restores"
         if any(node.name() == REENTRANT_CHECKPOINT for node in _nodes(output, self._call.leaves)):
