@@ -153,6 +153,26 @@ def test_an_operator_that_draws_is_computed_again(device: str) -> None:
             assert same(gradients(model, x, lambda: context), right)
 
 
+class CausalAttention(Attention):
+    """Draws nothing. On an NPU attention returns a random state all the same, in memory that nobody has written to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.inner(x).view(8, 4, 16, 3, 64).unbind(3)
+        return x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).reshape(x.shape).sin()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_attention_is_computed_again(how: Any, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Of(CausalAttention).to(device)
+    x = torch.randn(8, 64, 64).to(device)
+    right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: context), right)
+    assert not any("not computed again" in record.message for record in caplog.records)
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_autocast_is_that_of_the_forward(how: Any, device: str) -> None:
     model, x = stack(LAYERS, device)

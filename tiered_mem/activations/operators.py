@@ -18,6 +18,8 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
 
     save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
     saves: how many tensors autograd has saved so far. why: the reason to exclude the layer, if there is one.
+    unset: results that mean nothing. Attention on an NPU returns the random state that it began with, on the host;
+    where it drew nothing that is memory which nobody has written to.
     """
 
     def __init__(self, save: Save | None, checkpoint: Callable[[], bool]) -> None:
@@ -26,6 +28,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
         self._checkpoint = checkpoint
         self._of: list[Seen] = []
         self.kept: dict[int, Result] = {}
+        self.unset: list[torch.Tensor] = []
         self.saves = 0
         self.why: str | None = None
 
@@ -37,17 +40,25 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
             self.why = f"{func.name()} draws from a generator of its own, which nobody restores"
         elif self._checkpoint():
             self.why = CHECKPOINT_INSIDE
-        if self._save is None or not is_dear(func):
+        if not is_dear(func):
             return func(*args, **named)
         devices = {each.device for each in tree_leaves((args, named)) if isinstance(each, torch.Tensor)}
         before = _random_states(devices)
         result = func(*args, **named)
         drew = not all(map(torch.equal, before, _random_states(devices)))
         whole = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if not drew:
+            self.unset += [each.detach() for each in whole if each.device not in devices]
+        if self._save is None:
+            return result
         versions = [(each.detach(), each._version) for each in whole]
         self.kept[len(self._of)] = Result.of(func, result, self._save)
         self._of.append(Seen(Operation.of(func, args, named), self.saves, drew, versions))
         return result
+
+    def means_nothing(self, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor is one of `unset`."""
+        return any(each.device == tensor.device and each.data_ptr() == tensor.data_ptr() for each in self.unset)
 
     def worth_keeping(self, saves: int) -> dict[int, Operation]:
         """The results, by their numbers, that are needed to compute again, and can be kept. Asked once, at the end.

@@ -166,6 +166,7 @@ class TrialCall(RecomputedCall):
             del watch.kept[number]
         seen = None if output is None else watch.why or self._seen_in(output)
         self._buffers.clear()
+        watch.unset.clear()
         changed = self._call.changed()  # lets go of the inputs, too
         if output is None:
             verdict.trial = None
@@ -188,7 +189,8 @@ class TrialCall(RecomputedCall):
         self._saves += 1
         self._watch.saves = self._saves
         self._left += 1
-        return Twice(self, drop(tensor), self._call.forward.pack(tensor))
+        compared = not self._watch.means_nothing(tensor)
+        return Twice(self, drop(tensor), self._call.forward.pack(tensor), compared)
 
     def _unpack(self, compute: Callable[[Any], torch.Tensor], twice: Twice) -> torch.Tensor:
         verdict = self._verdict
@@ -196,7 +198,7 @@ class TrialCall(RecomputedCall):
             again = compute(twice.dropped)
             right = self._call.forward.unpack(twice.kept)
             self._compared = True
-            if self._exact and not same_bits(right, again):
+            if self._exact and twice.compared and not same_bits(right, again):
                 shape = tuple(right.shape)
                 verdict.exclude(f"a {right.dtype} tensor of shape {shape} has other values the second time")
                 if verdict.trusted:
@@ -228,14 +230,18 @@ class TrialCall(RecomputedCall):
 
 
 class Twice:
-    """What autograd keeps of a tensor in a trial: what the checkpoint makes of it, and the tensor."""
+    """What autograd keeps of a tensor in a trial: what the checkpoint makes of it, and the tensor.
 
-    __slots__ = ("dropped", "kept", "trial")
+    compared: its value means something, and has to come again.
+    """
 
-    def __init__(self, trial: TrialCall, dropped: Any, kept: Saved) -> None:
+    __slots__ = ("compared", "dropped", "kept", "trial")
+
+    def __init__(self, trial: TrialCall, dropped: Any, kept: Saved, compared: bool) -> None:
         self.trial = trial
         self.dropped = dropped
         self.kept = kept
+        self.compared = compared
 
     @uninterrupted
     def __del__(self) -> None:
