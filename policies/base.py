@@ -140,11 +140,13 @@ class LayerBegin:
         graph: The forward.
         layer: The layer's position in it.
         backward: It is the layer's backward.
+        inputs: The bytes of the tensors that its forward is called with; 0 where that is not known.
     """
 
     graph: int
     layer: int
     backward: bool = False
+    inputs: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +255,9 @@ class Memory:
 
     reserved: with what torch's pool cannot give back, because it lies between tensors; 0 where that is not known.
 
-    Told right before each other event but StepMeasured, MoreBlocks, HostPressure and Refused. Of that event's
-    blocks, those that are saved are allocated already, and those that are dropped are freed. What came and went in
-    between counts where torch's own peak has risen.
+    Told right before each other event but StepMeasured, MoreBlocks, Recomputed, HostPressure and Refused. Of that
+    event's blocks, those that are saved are allocated already, and those that are dropped are freed. What came and
+    went in between counts where torch's own peak has risen.
     """
 
     device: int
@@ -295,6 +297,20 @@ class MoreBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A layer's forward goes on as a `Recompute` has it: it keeps little, and is computed again in backward.
+
+    Where that is answered and this is not told, the layer keeps all that it saves.
+
+    trial: the manager looks whether it comes out the same. It keeps all, and is computed again as well.
+    """
+
+    graph: int
+    layer: int
+    trial: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepMeasured:
     """How long a step took on the device. Told some time after its end, between any two events.
 
@@ -302,7 +318,7 @@ class StepMeasured:
 
     seconds: for each position of the step, from the first at which the policy asked for it, the compute time to the
         next, without stalls. Positions are the events that the policy was told from StepBegin to StepEnd, these two
-        left out, and Memory, StepMeasured, MoreBlocks, HostPressure and Refused left out.
+        left out, and Memory, StepMeasured, MoreBlocks, Recomputed, HostPressure and Refused left out.
     stalls: the seconds in which compute waited for copies.
     out, back: bytes each second of copies from and to the device while they ran; 0 where there were none.
     waits: of `stalls`, the seconds at each position; empty where that is not known.
@@ -462,15 +478,9 @@ class Refused:
     action: Action
 
 
-Event = (
-    ForwardBegin
-    | LayerBegin
-    | LayerEnd
-    | ForwardEnd
-    | Saved
-    | Dropped
-    | HostPressure
-    | Used
+# Told to a policy that asks for it.
+OnRequest = (
+    Used
     | StepBegin
     | StepEnd
     | Memory
@@ -478,9 +488,9 @@ Event = (
     | LayerMemory
     | StepMeasured
     | MoreBlocks
+    | Recomputed
     | Refused
 )
+Event = ForwardBegin | LayerBegin | LayerEnd | ForwardEnd | Saved | Dropped | HostPressure | OnRequest
 # Before these comes LayerMemory.
 BOUNDARIES: frozenset[type[Event]] = frozenset({StepBegin, StepEnd, ForwardBegin, ForwardEnd, LayerBegin})
-# Of these, what is told to a policy that asks for it.
-OnRequest = Used | StepBegin | StepEnd | Memory | ExactMemory | LayerMemory | StepMeasured | MoreBlocks | Refused

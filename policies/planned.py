@@ -12,6 +12,7 @@ from ..sizes import format_bytes, parse_bytes
 from .base import (
     GATHERED_BYTES,
     Action,
+    Advice,
     Dropped,
     Event,
     ExactMemory,
@@ -25,6 +26,8 @@ from .base import (
     MoreBlocks,
     OnRequest,
     Policy,
+    Recompute,
+    Recomputed,
     Refused,
     Saved,
     StepBegin,
@@ -39,6 +42,7 @@ from .planning.profile import BudgetTooSmall, Link
 from .planning.repertoire import Repertoire
 from .planning.report import Account, Overrun, OverrunCause, Overruns, Report
 from .planning.step import StepUnderWay
+from .planning.treatments import Treatments
 
 # Steps from one that is timed to the next, at least, for the same kind of step; and where nothing has to move.
 _PATIENCE = 4
@@ -62,7 +66,8 @@ _FIRST_VARYING = 16
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
-_PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, MoreBlocks, Refused})
+_TREATED = frozenset({ForwardBegin, LayerBegin})
+_PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, MoreBlocks, Recomputed, Refused})
 _TIMED = _PLAYED | {StepMeasured}
 _RECORDED = _TIMED - {Memory} | {ExactMemory}
 _WATCHED = _PLAYED - {Memory} | {ExactMemory}
@@ -97,6 +102,7 @@ class PlannedPolicy(Policy):
             too.
         margin: Bytes of the budget that are used only where a step needs them. After each step above the budget it
             is more by what that was above it, and at least 0.2 % of the budget; up to 5 %.
+        recompute: Layers may be computed again, where that is faster than to move what they save.
 
     Attributes:
         states: What is said of optimizer states that may have a part of the budget.
@@ -115,6 +121,7 @@ class PlannedPolicy(Policy):
         slowdown: float | None = None,
         host_bytes: int | str | None = None,
         margin: int = 0,
+        recompute: bool = True,
     ) -> None:
         instance("link", link, Link)
         whole_number("fragments", 0 if fragments is None else fragments, at_least=0)
@@ -133,6 +140,7 @@ class PlannedPolicy(Policy):
         self._ended: dict[int, StepUnderWay] = {}
         self.account = Account(self._repertoire, self._given, self.states)
         self._player = Player(self._repertoire)
+        self._treatments = Treatments(self._repertoire) if recompute else None
         self._player.limit, self._player.margin = self._limit, margin
         self._player.varying = int(_RESERVE * self._budget)
         self._overruns = Overruns()
@@ -167,17 +175,34 @@ class PlannedPolicy(Policy):
         """What the last plan promises, and what came of it; or why there is none."""
         return self.account.report()
 
-    def decide(self, event: Event) -> Sequence[Action]:
+    def decide(self, event: Event) -> Sequence[Advice]:
         player = self._player
         if type(event) in _POSITIONS:  # nearly all of them
-            answer = player.answer(event)
+            recomputed = self._treated(event) if type(event) in _TREATED else ()
+            answer: Sequence[Advice] = player.answer(event)
             if player.decided:
                 self._decided()
+            if recomputed:
+                answer = [*recomputed, *answer]
         else:
             answer = self._note(event)
         self.asks = self._asks if self._asks is not _PLAYED else _EASE[player.ease]
         self.gather_bytes = GATHERED_BYTES if player.ease is Ease.RESTING else 1
         return answer
+
+    def _treated(self, event: Event) -> Sequence[Recompute]:
+        """What a layer that begins is to be computed again for."""
+        treatments, step = self._treatments, self._player.step
+        if treatments is None or step is None:
+            return ()
+        if isinstance(event, ForwardBegin):
+            treatments.forward(event.num_layers)
+        elif isinstance(event, LayerBegin) and not event.backward:
+            how = treatments.layer(event)
+            step.choice = treatments.choice
+            if how is not None:
+                return (Recompute(event.layer, how),)
+        return ()
 
     def _note(self, event: Event) -> Sequence[Action]:
         match event:
@@ -194,6 +219,8 @@ class PlannedPolicy(Policy):
                     self._learn(ended, seconds, stalls, out, back)
             case MoreBlocks() if self._player.step is not None:
                 self._player.step.passing = True
+            case Recomputed() if self._treatments is not None:
+                self._treatments.heard(event)
             case Refused(action):
                 self._player.refused(action)
             case HostPressure(nbytes):
@@ -220,6 +247,8 @@ class PlannedPolicy(Policy):
         self._end({})  # where nobody said so
         self._most = self._most_blocks = 0
         self._kept = self.states.kept
+        if self._treatments is not None:
+            self._treatments.begin()
         self._player.begin(number, may_rest=self._asks is _PLAYED)
 
     def _end(self, stayed: Mapping[str, int]) -> None:
@@ -227,6 +256,8 @@ class PlannedPolicy(Policy):
         if step is None:
             return
         step.peak = self._most
+        if self._treatments is not None:
+            self._treatments.end(step)
         if step.peak > self._given:
             cause = self._cause(step)
             registered = self.states.registered
@@ -259,6 +290,8 @@ class PlannedPolicy(Policy):
             self._asks = _WATCHED
         if not self._repertoire or step.woken or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
+        if self._treatments is not None and self._treatments.tries:
+            self._asks = _RECORDED
 
     def _decided(self) -> None:
         """It is clear now what the step is."""
@@ -317,18 +350,21 @@ class PlannedPolicy(Policy):
         if missing < 0 or step.passing:
             return
         repertoire, recording = self._repertoire, step.recording
-        if step.known is None or step.deviates or (step.longer and step.exact):
+        known = step.known
+        if known is None or known.stitched or step.deviates or (step.longer and step.exact):
             if step.exact and recording.regular and not repertoire.same(recording):
                 try:
-                    repertoire.add(recording, seconds, step.known, step.variant)
+                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice)
                 except BudgetTooSmall as error:
                     if self._fragments is None or error.floor > self._given:
                         raise
                     self._leave_out(self._given - error.floor)  # it did run
-                    repertoire.add(recording, seconds, step.known, step.variant)
+                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice)
+                if learnt is not None and self._treatments is not None:
+                    self._treatments.learnt(learnt)
                 self._asks = _TIMED if missing else _PLAYED
-        elif step.table is not None and len(seconds) == len(step.known.names):
+        elif step.table is not None and len(seconds) == len(known.names):
             planned = step.table.plan
             surprise = abs(stalls - planned.waits)
-            if step.known.guessed or surprise > _DRIFT * planned.seconds:
-                repertoire.drift(step.known, step.variant, seconds, out, back)
+            if known.guessed or surprise > _DRIFT * planned.seconds:
+                repertoire.drift(known, step.variant, seconds, out, back)

@@ -13,7 +13,7 @@ from typing import Any
 from .device.device import Device
 from .errors import TierFull
 from .ground.arguments import number, with_methods
-from .policies.base import Action, Adapted, Event, Policy, StepBegin, StepEnd, StepMeasured
+from .policies.base import Adapted, Advice, Event, Policy, StepBegin, StepEnd, StepMeasured
 from .policies.layer_order import LayerOrderPolicy
 from .policies.lru import LRUPolicy
 from .policies.planned import PlannedPolicy
@@ -143,7 +143,7 @@ class Rehearsal(PlannedPolicy):
             missing="no forward ran in the contexts of its manager: attach the model, or use offload_context"
         )
 
-    def decide(self, event: Event) -> Sequence[Action]:
+    def decide(self, event: Event) -> Sequence[Advice]:
         if isinstance(event, StepBegin):
             self._step_begins(event.step)
         try:

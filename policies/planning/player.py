@@ -297,10 +297,10 @@ class Player:
 
     def _choose(self, step: StepUnderWay) -> None:
         """Finds the plan for a step, by what it has done so far."""
-        found = self._repertoire.find(step.recording.course, step.sizes, step.recording.standing[0])
+        found = self._repertoire.find(step.recording.course, step.sizes, step.recording.standing[0], step.choice)
         if found is not None and step.sizes:
             step.play(*found, self._repertoire.table(*found))
-            step.compared = 1 if len(self._repertoire) == 1 else COMPARED
+            step.compared = 1 if self._repertoire.alone(found[0]) else COMPARED
             self._lru = None
         self.decided = found is None or bool(step.sizes)
         self.strange = found is None or step.longer

@@ -15,6 +15,7 @@ from .disk_and_states import StatesShare, explained, plan_disk, states_to_keep
 from .planner import least_memory, plan
 from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile
 from .recording import Name, Recording, Script, StepNames
+from .stitching import Choice, RecordedStep
 
 _log = logging.getLogger("tiered_mem.policies")
 _KEPT = 4
@@ -50,6 +51,7 @@ class Known:
 
     guessed: its times are not to go by for long. Those of its first positions are another kind's, or it was the
     first step of all, in which much is done that later ones need not do, or optimizer states have moved since.
+    choice: how its layers are treated. stitched: it was not recorded, but made of such that were.
     """
 
     course: Sequence[Name]
@@ -58,6 +60,8 @@ class Known:
     blocks: Sequence[Name]
     profile: Profile
     guessed: bool = False
+    choice: Choice = field(default_factory=dict)
+    stitched: bool = False
     tables: dict[Variant, Table] = field(default_factory=dict)
 
     def ratios(self, sizes: Sequence[int]) -> list[float]:
@@ -88,7 +92,7 @@ class Repertoire:
         self.link = link
         self._host_bytes = host_bytes
         self._slowdown = slowdown
-        self._states = states
+        self.states = states
         self._known: list[Known] = []  # the one that was used last comes last
         self._told = inf  # from this ratio on it has been said that a step may run out of memory
         self._unplanned_told = False
@@ -96,15 +100,19 @@ class Repertoire:
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, course: Sequence[Name], sizes: Sequence[int], standing: int) -> tuple[Known, Variant] | None:
+    def find(
+        self, course: Sequence[Name], sizes: Sequence[int], standing: int, choice: Choice
+    ) -> tuple[Known, Variant] | None:
         """The kind of a step that begins like this and whose first blocks have these sizes, and how it differs.
 
-        standing: the bytes that are taken when it begins.
+        standing: the bytes that are taken when it begins. choice: how its layers are treated.
 
         Of several it is the one to which all of the sizes have the same ratio, which is no shorter, and was used
         last.
         """
-        fitting = [known for known in self._known if known.course[: len(course)] == course]
+        fitting = [
+            known for known in self._known if known.choice == choice and known.course[: len(course)] == course
+        ]
         if not fitting:
             return None
 
@@ -128,10 +136,22 @@ class Repertoire:
         made = (each for each in known.tables if each.ratio == ratio and 0 <= each.more - exact.more <= near)
         return min(made, default=exact)
 
-    def add(self, recording: Recording, seconds: Sequence[float], like: Known | None, variant: Variant) -> None:
+    def alone(self, known: Known) -> bool:
+        """Whether it is the only kind whose layers are treated so."""
+        return all(each is known or each.choice != known.choice for each in self._known)
+
+    def add(
+        self,
+        recording: Recording,
+        seconds: Sequence[float],
+        like: Known | None,
+        variant: Variant,
+        choice: Choice,
+    ) -> Known | None:
         """Takes a step over, and plans for it.
 
-        seconds: of its positions, or of the last of them, if it began `like` a variant of a known one.
+        seconds: of its positions, or of the last of them, if it began `like` a variant of a known one. choice: how
+        its layers were treated.
 
         Raises BudgetTooSmall for the first step. A later one that the budget is too small for is left out.
         """
@@ -142,12 +162,14 @@ class Repertoire:
             else recording.take_over(before, like.names, like.profile.scaled(*variant))
         )
         profile = recording.profile([*begun, *seconds])
-        if self._states.step_peak:
+        if self.states.step_peak:
             # The optimizer's step was another one then: with no states yet, or with others on the device.
-            profile = profile.ending_below(self._states.step_peak)
+            profile = profile.ending_below(self.states.step_peak)
         blocks = list(recording.blocks)
         guessed = before > 0 or not self._known
-        known = Known(recording.course, recording.uses, recording.names, blocks, profile, guessed=guessed)
+        known = Known(
+            recording.course, recording.uses, recording.names, blocks, profile, guessed=guessed, choice=choice
+        )
         try:
             self.table(known, strict=True)
         except BudgetTooSmall as error:
@@ -158,13 +180,42 @@ class Repertoire:
                 _log.warning(
                     "there is no plan for a step that is not like those before: %s. It is said once", str(error)
                 )
-            return
-        self._known = [*self._known[1 - _KEPT :], known]
+            return None
+        self._take(known)
+        return known
+
+    def stitch(self, step: RecordedStep, choice: Choice) -> None:
+        """Takes over a step that was not recorded yet, as its layers were never treated like this."""
+        course = [name for name in step.names if name[0] not in ("used", "dropped")]
+        uses = sum(name[0] == "used" for name in step.names)
+        self.states.target = None  # it has room of its own for them
+        self.replan()
+        known = Known(course, uses, step.names, step.blocks, step.profile, choice=choice, stitched=True)
+        self._take(known)
+
+    def _take(self, known: Known) -> None:
+        others = [each for each in self._known if not (each.stitched and each.choice == known.choice)]
+        self._known = [*others[1 - _KEPT :], known]
+
+    @property
+    def basis(self) -> tuple[float, ...]:
+        """The rates and sizes that decide how layers are treated best."""
+        return self.link.out, self.link.back, float(self.budget), float(self.states.total)
+
+    def nearby(self, known: Known, ratio: float) -> Variant:
+        """The variant of a step that is so much longer."""
+        return Variant(ceil(ratio * _GRID) / _GRID)
+
+    def waits(self, known: Known, variant: Variant) -> float:
+        """The seconds by which a step is longer than if all were on the device, optimizer states too."""
+        states = self.states
+        crossing = self.link.exchange(states.total - states.planned) if states.total else 0.0
+        return self.table(known, variant).plan.waits + crossing
 
     def table(self, known: Known, variant: Variant = _RECORDED, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
-        if self._states.total and (self._states.target is None or not self._states.fit(self._room)):
-            self._states.target = None
+        if self.states.total and (self.states.target is None or not self.states.fit(self.room)):
+            self.states.target = None
             self.replan()
         made = known.tables.get(variant)
         if made is None:
@@ -174,14 +225,14 @@ class Repertoire:
             except BudgetTooSmall as error:
                 # In no variable: an error that is raised here would keep all that is under way, and itself.
                 if strict:
-                    raise explained(error, profile, known.names, self._states) from None
+                    raise explained(error, profile, known.names, self.states) from None
                 if variant.ratio <= self._told / 2:  # not for each of many sizes
                     self._told = variant.ratio
                     _log.warning(
                         "a step of %.2f times the recorded size, or of more, may take more than the budget: %s",
-                        *(variant.ratio, explained(error, profile, known.names, self._states)),
+                        *(variant.ratio, explained(error, profile, known.names, self.states)),
                     )
-                self._states.target = 0
+                self.states.target = 0
                 first = plan(profile, error.floor, self.link)
             made = Table(profile, first, self._disk(profile, first), known.names, known.blocks)
             known.tables[variant] = made
@@ -212,7 +263,7 @@ class Repertoire:
         """The kind of steps that a recording is of, if there is one with the same events and sizes."""
         sizes = [life.nbytes for life in recording.blocks.values()]
         for known in self._known:
-            if known.names == recording.names and known.profile.nbytes == sizes:
+            if not known.stitched and known.names == recording.names and known.profile.nbytes == sizes:
                 return known
         return None
 
@@ -253,27 +304,27 @@ class Repertoire:
             known.tables.clear()
 
     def _plan(self, profile: Profile) -> Plan:
-        states = self._states
+        states = self.states
         if states.total and states.target != 0:
             keep = self._to_keep(profile)
             if states.target is None or keep < states.target:
                 states.target = keep
                 self.replan()
         try:
-            return self._within(profile, self._room - states.planned)
+            return self._within(profile, self.room - states.planned)
         except BudgetTooSmall:
             if not self._margin:
                 raise
         return self._within(profile, self.budget - states.planned)
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
         """The budget for plans that can do without the margin."""
         return self.budget - self._margin
 
     def _to_keep(self, profile: Profile) -> int:
         try:
-            return states_to_keep(profile, self._room, self.link, self._states)[0]
+            return states_to_keep(profile, self.room, self.link, self.states)[0]
         except BudgetTooSmall:
             return 0  # what such a step needs it needs for blocks
 

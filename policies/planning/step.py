@@ -22,12 +22,14 @@ from ..base import (
 )
 from .recording import Name, Recording, Repetition, StepNames, Transcript
 from .repertoire import COMPARED, Known, Table, Variant
+from .stitching import Choice
 
 
 @dataclass
 class StepUnderWay:
     """A step that goes on, or has ended.
 
+    choice: how its layers are treated.
     known, variant, table: what it is taken for, how it differs, and what it plays; None while nothing suits.
     compared: so many of the first blocks show what it is. undecided: the last event may show that: the first, the
     first block, the last of those, and one that its kind does not have.
@@ -44,6 +46,7 @@ class StepUnderWay:
     """
 
     number: int
+    choice: Choice = field(default_factory=dict)
     names: StepNames = field(default_factory=StepNames)
     recording: Recording = field(default_factory=Recording)
     known: Known | None = None

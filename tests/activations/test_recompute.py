@@ -154,7 +154,7 @@ def test_an_operator_that_draws_is_computed_again(device: str) -> None:
 
 
 class CausalAttention(Attention):
-    """Draws nothing. On an NPU attention returns a random state all the same, in memory that nobody has written to."""
+    """Draws nothing. On an NPU it returns a random state all the same, in memory that nobody has written to."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.inner(x).view(8, 4, 16, 3, 64).unbind(3)

@@ -24,7 +24,7 @@ def gpt(layers: int = 6, size: int = 64 * MIB, seconds: float = 2e-3) -> Step:
 
 def planned(step: Step, share: float = 0.4, link: Link = LINK) -> tuple[PlannedPolicy, int]:
     budget = budget_between(profile(step), share)
-    return PlannedPolicy(budget, link), budget
+    return PlannedPolicy(budget, link, recompute=False), budget
 
 
 def best(step: Step, budget: int, link: Link = LINK) -> float:

@@ -22,7 +22,6 @@ from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Op, Step, budget_between, build, profile
 from tests.policies.simulated.strange_steps import coming_back, threads, twice
 from tiered_mem.policies import (
-    Action,
     Event,
     ForwardBegin,
     ForwardEnd,
@@ -36,7 +35,7 @@ from tiered_mem.policies import (
     Reload,
     Spill,
 )
-from tiered_mem.policies.base import Refused, StepBegin, StepEnd, StepMeasured, Used
+from tiered_mem.policies.base import Advice, Recompute, Refused, StepBegin, StepEnd, StepMeasured, Used
 from tiered_mem.policies.planned import _STRAYS
 from tiered_mem.policies.planning import BudgetTooSmall, Link
 
@@ -75,7 +74,7 @@ class Watched(Policy):
     def asks(self) -> object:
         return self.policy.asks
 
-    def decide(self, event: Event) -> Sequence[Action]:
+    def decide(self, event: Event) -> Sequence[Advice]:
         try:
             answer = self.policy.decide(event)
         except BudgetTooSmall:
@@ -83,6 +82,10 @@ class Watched(Policy):
             assert self.policy.report().missing  # as the first step was measured
             return ()
         for each in answer:
+            if isinstance(each, Recompute):
+                assert isinstance(event, LayerBegin)
+                assert not event.backward
+                continue
             assert each.key in self.blocks, f"{each} after {event} is of a block that is gone"
         if isinstance(event, Used) and self.blocks[event.key].place is Place.HOST:
             assert Reload(event.key) in answer
@@ -98,14 +101,24 @@ class Anything(RuleBasedStateMachine):
         fragments=st.sampled_from([None, 0, LARGEST]),
         capacity=st.booleans(),
         known=st.booleans(),
+        recompute=st.booleans(),
     )
-    def begin(self, share: float, drive: Link | None, fragments: int | None, capacity: bool, known: bool) -> None:
+    def begin(
+        self,
+        share: float,
+        drive: Link | None,
+        fragments: int | None,
+        capacity: bool,
+        known: bool,
+        recompute: bool,
+    ) -> None:
         self.budget = BUDGETS[share]
         self.policy = PlannedPolicy(
             self.budget + (fragments or 0),
             Link(LINK.out, LINK.back, LINK.both, LINK.latency, drive=drive),
             fragments=fragments,
             host_bytes=4 * LARGEST,
+            recompute=recompute,
         )
         watched = Watched(self.policy)
         size = 2 * self.budget if capacity else None
@@ -185,7 +198,10 @@ class Anything(RuleBasedStateMachine):
         step, rng = STEPS[kind](seed), random.Random(seed)
         lost = [place for place in range(len(step.code)) if place > stop or (seed > 3 and rng.random() < 0.1)]
         before = set(self.machine.blocks)
-        self.machine.run(step, lost=lost)
+        remade = (
+            None if lost or kind != "as known" else lambda treated: build([LAYER] * 4, [MIB] * 4, treated=treated)
+        )
+        self.machine.run(step, lost=lost, remade=remade)
         if not lost:
             assert set(self.machine.blocks) == before
 

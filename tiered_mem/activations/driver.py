@@ -37,6 +37,7 @@ from ..policies.base import (
     OnRequest,
     Policy,
     Recompute,
+    Recomputed,
     Refused,
     Release,
     Reload,
@@ -278,7 +279,9 @@ class PolicyActions:
             self._watch.note(each, asks)
             if type(each) in _ON_REQUEST and type(each) not in asks:
                 continue
-            if not isinstance(each, StepMeasured | MoreBlocks) and (memory := self._watch.memory(each, asks)):
+            if not isinstance(each, StepMeasured | MoreBlocks | Recomputed) and (
+                memory := self._watch.memory(each, asks)
+            ):
                 self.act(self._policy.decide(memory))
             self.act(self._policy.decide(each))
             self._watch.answered(self._policy.asks)
@@ -378,7 +381,7 @@ class StepWatch:
             case StepEnd():
                 self._number = None
                 self._meter.end()
-            case StepMeasured() | MoreBlocks() | HostPressure():
+            case StepMeasured() | MoreBlocks() | Recomputed() | HostPressure():
                 pass
             case _ if self._number is not None:
                 if self._exact and isinstance(event, Used):

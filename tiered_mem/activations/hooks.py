@@ -27,7 +27,17 @@ from ..device.torch_private import (
 from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
-from ..policies.base import Event, ForwardBegin, ForwardEnd, How, LayerBegin, LayerEnd, MoreBlocks, Recompute
+from ..policies.base import (
+    Event,
+    ForwardBegin,
+    ForwardEnd,
+    How,
+    LayerBegin,
+    LayerEnd,
+    MoreBlocks,
+    Recompute,
+    Recomputed,
+)
 from .block import Block, Origin, View, origin_of
 from .movable import Movable, Stayed, has_storage
 
@@ -138,15 +148,18 @@ class ForwardPass:
         """
         layer = self._layer = len(self.keys)
         self.keys.append({})
-        answer = self._activations.notify(LayerBegin(self.graph, layer))
+        tensors = [each for each in inputs if type(each) is torch.Tensor and has_storage(each)]
+        answer = self._activations.notify(LayerBegin(self.graph, layer, inputs=sum([t.nbytes for t in tensors])))
         self.recompute = None if answer is None or answer.layer != layer else answer.how
-        storages = [
-            tensor.untyped_storage() for tensor in inputs if type(tensor) is torch.Tensor and has_storage(tensor)
-        ]
+        storages = [tensor.untyped_storage() for tensor in tensors]
         self._inputs = {storage_id(storage): weakref.ref(storage) for storage in storages}
         if self._strays:
             self._claim_strays(layer)
         return layer
+
+    def computes_again(self, layer: int, *, trial: bool) -> None:
+        """The layer that has begun will be computed again. trial: to be compared, and it keeps all."""
+        self._activations.notify(Recomputed(self.graph, layer, trial))
 
     def resume_layer(self, layer: int | None) -> None:
         """A layer that was begun goes on, after one that lies inside it; None is outside of them all."""

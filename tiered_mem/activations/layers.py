@@ -103,6 +103,8 @@ class LayerCalls:
         self._running.append(call)
         if (how := forward.recompute or self._recompute) is not None:
             call.recomputed = self._recomputer.begin(how, forward, call.layer, module, args, named)
+            if call.recomputed is not None:
+                forward.computes_again(call.layer, trial=call.recomputed.is_trial)
 
     def end(self, module: Module, output: object) -> None:
         """A layer has ended. One that has not begun, as somebody else's hook raised before, ends nothing."""

@@ -103,7 +103,11 @@ class RecomputedCall:
     """One call of a layer inside of torch's checkpoint, from where it begins to `end`.
 
     What a generator runs to its `yield` and after it are the two halves of that checkpoint.
+
+    is_trial: whether it keeps all, to be compared.
     """
+
+    is_trial = False
 
     def __init__(self, call: Call, contexts: Callable[[], Contexts]) -> None:
         self._call = call
@@ -142,6 +146,8 @@ class TrialCall(RecomputedCall):
 
     running: the layer's forward goes on.
     """
+
+    is_trial = True
 
     def __init__(self, call: Call, verdict: Verdict, how: How, *, exact: bool) -> None:
         self._verdict = verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Save, Step, Use
@@ -13,8 +13,11 @@ from tiered_mem.policies import Action, Dropped, Event, LayerBegin, Offload, Pol
 from tiered_mem.policies.base import (
     BOUNDARIES,
     ExactMemory,
+    How,
     LayerMemory,
     Memory,
+    Recompute,
+    Recomputed,
     Refused,
     StepBegin,
     StepEnd,
@@ -145,14 +148,22 @@ class Machine:
         self.on_host = 0
         self._peak, self._heard = 0, False
         self._exact = False
+        self._recompute: Recompute | None = None
+        self._tried: set[tuple[int, How]] = set()
+        self.treated: dict[int, How] = {}  # layers of the last step that were computed again
         self._begin()
 
     @property
     def asks(self) -> frozenset[type[Event]]:
         return frozenset(self.policy.asks)
 
-    def run(self, step: Step, *, lost: Sequence[int] = ()) -> Outcome:
+    def run(
+        self, step: Step, *, lost: Sequence[int] = (), remade: Callable[[Mapping[int, How]], Step] | None = None
+    ) -> Outcome:
         """Runs a step. lost: places in its code at which an instruction is left out, as after an exception.
+
+        remade: makes the step with layers that are computed again, as the policy answers. The first time of each
+        layer is a trial, which keeps all. Without it no layer can be.
 
         What is alive at the end is told of in the next step, when it is dropped.
         """
@@ -160,9 +171,12 @@ class Machine:
         self._begin()
         self._peak = self.level
         self.request(StepBegin(number))
-        keys = range(self._keys, self._keys + len(step.blocks))
+        keys = range(self._keys, self._keys + 10_000)
         graphs = self._graphs
-        for place, each in enumerate(step.code):
+        self.treated = {}
+        place = -1
+        while (place := place + 1) < len(step.code):
+            each = step.code[place]
             if place in lost:
                 continue
             match each:
@@ -181,6 +195,8 @@ class Machine:
                         self.drop(keys[block])
                 case _:
                     self.tell(replace(each, graph=graphs + each.graph))
+                    if self._recompute is not None and remade is not None:
+                        step = self._treat(self._recompute, graphs + each.graph, step, remade)
         self._keys += len(step.blocks)
         self._graphs += 1 + max((block.graph for block in step.blocks), default=0)
         self.request(StepEnd(number))
@@ -190,6 +206,17 @@ class Machine:
             rates = [m / b if b else 0.0 for m, b in zip(self._queues.moved, self._queues.busy, strict=True)]
             self.act(self.policy.decide(StepMeasured(number, self._positions, self.outcome.stalls, *rates)))
         return self.outcome
+
+    def _treat(
+        self, answer: Recompute, graph: int, step: Step, remade: Callable[[Mapping[int, How]], Step]
+    ) -> Step:
+        tried = (answer.layer, answer.how) in self._tried
+        self._tried.add((answer.layer, answer.how))
+        if tried:
+            self.treated[answer.layer] = answer.how
+        if Recomputed in self.asks:
+            self.policy.decide(Recomputed(graph, answer.layer, trial=not tried))
+        return remade(self.treated)
 
     def save(self, key: int, graph: int, layer: int, nbytes: int) -> None:
         """A layer saves a block, which may be there already."""
@@ -225,7 +252,9 @@ class Machine:
         if self._positions or StepMeasured in self.asks:
             self._positions.append(0.0)
         self._tell_memory(event)
-        answer = list(self.policy.decide(event))
+        advice = self.policy.decide(event)
+        self._recompute = next((each for each in advice if isinstance(each, Recompute)), None)
+        answer = [each for each in advice if not isinstance(each, Recompute)]
         self.outcome.log.append((event, answer))
         self.act(answer)
         self._answered()

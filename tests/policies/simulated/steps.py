@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_mem.policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
+from tiered_mem.policies.base import How
 from tiered_mem.policies.planning import Profile
 from tiered_mem.policies.planning.profile import floor
 
@@ -82,15 +83,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of a layer. seconds, work: of its forward and of its backward. saves: bytes of its blocks."""
+    """One operation of a layer. seconds, work: of its forward and of its backward. saves: bytes of its blocks.
+
+    dear: it is kept where the layer is treated as "cheap".
+    """
 
     seconds: tuple[float, float]
     saves: Sequence[int] = ()
     work: tuple[int, int] = (0, 0)
+    dear: bool = True
 
 
 Layer = Sequence[Op]
 SMALL = 1 << 20
+INPUT = 16 << 20
 
 
 def build(
@@ -99,31 +105,43 @@ def build(
     order: Sequence[str] = ("F0", "B0"),
     head: tuple[float, int] = (0.0, 0),
     small: int = SMALL,
+    treated: Mapping[int, How] | None = None,
 ) -> Step:
     """A step of these layers. order: the forwards and backwards of its graphs. gradients: bytes of each layer,
     which are freed at the end.
 
     head: seconds and bytes of the logits. small: below so many bytes a saved tensor is no block.
+    treated: layers that are computed again. Each keeps a block of INPUT bytes, and as it says dear operations.
     """
     step = Step()
+    treated = treated or {}
     kept: dict[tuple[int, int, int], list[int]] = {}
     seen: set[int] = set()
     for each in order:
         graph = int(each[1:])
         if each[0] == "F":
-            _forward(step, kept, graph, layers, small)
+            _forward(step, kept, graph, layers, small, treated)
             if any(head):
                 step.code += [Compute(head[0], head[1]), Compute(2 * head[0], 2 * head[1])]
             continue
         for layer in reversed(range(len(layers))):
             step.code.append(LayerBegin(graph, layer, backward=True))
+            how = treated.get(layer)
+            if how is not None:
+                step.code.append(Use(kept[graph, layer, -1][0]))
+                again = [op for op in layers[layer] if not _is_kept(op, how)]
+                for op in again:
+                    step.code += [Compute(op.seconds[0], op.work[0]), Allocate(sum(op.saves))]
             for place in reversed(range(len(layers[layer]))):
                 op = layers[layer][place]
                 blocks = kept.pop((graph, layer, place))[::-1]
                 step.code += map(Use, blocks)
                 step.code.append(Compute(op.seconds[1], op.work[1]))
                 step.code += map(Drop, blocks)
-                step.code.append(Allocate(-sum(nbytes for nbytes in op.saves if nbytes < small)))
+                gone = op.saves if not _is_kept(op, how) else [nbytes for nbytes in op.saves if nbytes < small]
+                step.code.append(Allocate(-sum(gone)))
+            if how is not None:
+                step.code.append(Drop(kept.pop((graph, layer, -1))[0]))
             if layer not in seen:
                 seen.add(layer)
                 step.code.append(Allocate(gradients[layer]))
@@ -132,12 +150,26 @@ def build(
 
 
 def _forward(
-    step: Step, kept: dict[tuple[int, int, int], list[int]], graph: int, layers: Sequence[Layer], small: int
+    step: Step,
+    kept: dict[tuple[int, int, int], list[int]],
+    graph: int,
+    layers: Sequence[Layer],
+    small: int,
+    treated: Mapping[int, How],
 ) -> None:
     step.code.append(ForwardBegin(graph, len(layers)))
     for number, layer in enumerate(layers):
-        step.code.append(LayerBegin(graph, number))
+        step.code.append(LayerBegin(graph, number, inputs=INPUT))
+        how = treated.get(number)
+        if how is not None:
+            kept[graph, number, -1] = [len(step.blocks)]
+            step.code.append(Save(len(step.blocks)))
+            step.blocks.append(Block(INPUT, graph, number))
         for place, op in enumerate(layer):
+            if not _is_kept(op, how):
+                kept[graph, number, place] = []
+                step.code.append(Compute(op.seconds[0], max(op.work[0], sum(op.saves))))
+                continue
             blocks = kept[graph, number, place] = []
             step.code += [Compute(op.seconds[0], max(op.work[0], sum(op.saves))), Allocate(sum(op.saves))]
             for nbytes in op.saves:
@@ -147,6 +179,10 @@ def _forward(
                     step.code += [Allocate(-nbytes), Save(blocks[-1])]
         step.code.append(LayerEnd(graph, number))
     step.code.append(ForwardEnd(graph))
+
+
+def _is_kept(op: Op, how: How | None) -> bool:
+    return how is None or (how == "cheap" and op.dear)
 
 
 def one_forward_one_backward(microbatches: int, warm_up: int) -> list[str]:

@@ -1,0 +1,172 @@
+"""A step whose layers are treated each in a way of its own, cut out of steps that were recorded."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from ..base import How
+from .profile import Profile
+from .recording import Name
+
+# How a layer is treated; None keeps all that it saves.
+Way = How | None
+# Of each layer that does not keep all, by its number in its forward.
+Choice = Mapping[int, How]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step, by its positions: their names, the blocks in the order of their saves, and its profile.
+
+    Its parts go from where a layer begins its forward, or for the first time its backward, to the next of
+    these. The first part comes before all layers, the last after all blocks, as the optimizer's step does.
+    """
+
+    names: Sequence[Name]
+    blocks: Sequence[Name]
+    profile: Profile
+
+    @cached_property
+    def cuts(self) -> list[int]:
+        """The positions at which its parts begin, and the end."""
+        return [0, *self._begins, max(0, len(self.names) - 1), len(self.names)]
+
+    @cached_property
+    def layers(self) -> list[tuple[str, int, int] | None]:
+        """Of each part "forward" or "backward", its graph and its layer. None for the first and the last part."""
+        return [None, *(self.names[k][:3] for k in self._begins), None]
+
+    @property
+    def standing(self) -> Sequence[int]:
+        return self.profile.standing or self.profile.unmovable
+
+    def part_of(self, position: int) -> int:
+        return bisect_right(self.cuts, position, hi=len(self.cuts) - 1) - 1
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        begin = ("forward", "backward")
+        return [k for k, name in enumerate(self.names[:-1]) if name[0] in begin and name[3] == 0]
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of each part."""
+        return [sum(self.profile.seconds[a:z]) for a, z in pairwise(self.cuts)]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """One step, recorded once for each way in which all its layers can be treated. None, which keeps all, is one.
+
+    Raises ValueError where the layers of the steps do not begin in the same order.
+    """
+
+    steps: Mapping[Way, RecordedStep]
+
+    def __post_init__(self) -> None:
+        if any(step.layers != self.layers for step in self.steps.values()):
+            raise ValueError("steps whose layers are treated in different ways go through them in other orders")
+
+    @property
+    def layers(self) -> list[tuple[str, int, int] | None]:
+        """Of each part, as a `RecordedStep` has them."""
+        return self.steps[None].layers
+
+    def way(self, part: int, choice: Choice) -> Way:
+        """How a part goes if each layer is treated as `choice` has it."""
+        of = self.layers[part]
+        how = None if of is None else choice.get(of[2])
+        return how if how in self.steps else None
+
+    def stitched(self, choice: Choice) -> RecordedStep:
+        """The step with these layers treated so, while the others keep all.
+
+        Each part is cut out of the step in which its layer was treated so. What others have allocated goes on from
+        one part to the next: a part brings its changes with it, and not its level.
+        """
+        return _Stitching(self, [self.way(part, choice) for part in range(len(self.layers))]).step()
+
+
+class _Stitching:
+    """chosen: the way of each part."""
+
+    def __init__(self, ways: Ways, chosen: Sequence[Way]) -> None:
+        self._chosen = chosen
+        self._steps = ways.steps
+        saved = {way: _saved_in(step) for way, step in ways.steps.items()}
+        self._blocks = [(way, b) for part, way in enumerate(chosen) for b in saved[way][part]]
+        self._names: list[Name] = []
+        self._seconds: list[float] = []
+        self._unmovable: list[int] = []
+        self._standing: list[int] = []
+        # Of each part its first position, and the end; of each step the new places of its positions.
+        self._begins: list[int] = []
+        self._places = {way: [-1] * len(step.names) for way, step in ways.steps.items()}
+
+    def step(self) -> RecordedStep:
+        blocks = [self._steps[way].blocks[b] for way, b in self._blocks]
+        own = set(blocks)
+        level = self._steps[self._chosen[0]].standing[0]
+        for part, way in enumerate(self._chosen):
+            level = self._add(part, way, level, own)
+        self._begins.append(len(self._names))
+        lives = [self._life(way, b) for way, b in self._blocks]
+        nbytes, saved, used, dropped, backward, loose = map(list, zip(*lives, strict=True)) if lives else [[]] * 6
+        profile = Profile(
+            self._seconds, self._unmovable, nbytes, saved, used, dropped, backward, self._standing, loose
+        )
+        return RecordedStep(self._names, blocks, profile)
+
+    def _add(self, part: int, way: Way, level: int, own: Collection[Name]) -> int:
+        """Adds a part, before which others have `level` bytes. Returns the bytes that they have after it."""
+        step = self._steps[way]
+        profile, standing, places = step.profile, step.standing, self._places[way]
+        begin, end = step.cuts[part], step.cuts[part + 1]
+        # A layer that is computed again does not take less time for it: that it did was chance.
+        longer = max(1.0, self._steps[None].seconds[part] / max(step.seconds[part], 1e-12))
+        shift = level - standing[begin]
+        self._begins.append(len(self._names))
+        for k in range(begin, end):
+            name = step.names[k]
+            if k > begin and name[0] in ("used", "dropped") and name[1] not in own:
+                # Of a block that is not there, as its layer is treated otherwise.
+                self._seconds[-1] += profile.seconds[k] * longer
+                self._unmovable[-1] = max(self._unmovable[-1], profile.unmovable[k] + shift)
+            else:
+                self._names.append(name)
+                self._seconds.append(profile.seconds[k] * longer)
+                self._unmovable.append(max(0, profile.unmovable[k] + shift))
+                self._standing.append(max(0, standing[k] + shift))
+            places[k] = len(self._names) - 1
+        return standing[end] + shift if end < len(standing) else level
+
+    def _life(self, way: Way, b: int) -> tuple[int, int, int, int, int, int]:
+        profile = self._steps[way].profile
+        saved = self._places[way][profile.saved[b]]
+        used = max(saved + 1, self._place(way, profile.used[b]))
+        dropped = max(used, self._place(way, profile.dropped[b], last=True))
+        backward = max(saved + 1, min(used, self._place(way, profile.backward[b])))
+        loose = profile.loose[b] if profile.loose else profile.saved[b] + 1
+        return profile.nbytes[b], saved, used, dropped, backward, max(saved + 1, self._place(way, loose, last=True))
+
+    def _place(self, way: Way, position: int, *, last: bool = False) -> int:
+        """Where a position of a step is now. In a part that is another step's it is its first, or its last."""
+        step = self._steps[way]
+        if position == len(step.names):
+            return self._begins[-1]
+        if (place := self._places[way][position]) >= 0:
+            return place
+        part = step.part_of(position)
+        return self._begins[part + 1] - 1 if last else self._begins[part]
+
+
+def _saved_in(step: RecordedStep) -> list[list[int]]:
+    """The blocks that each part saves."""
+    found: list[list[int]] = [[] for _ in step.layers]
+    for b, saved in enumerate(step.profile.saved):
+        found[step.part_of(saved)].append(b)
+    return found

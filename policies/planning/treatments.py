@@ -1,0 +1,222 @@
+"""How the layers of steps are treated: each way is tried and measured, and then the best is chosen for each."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from ..base import How, LayerBegin, Recomputed
+from .choosing import choose
+from .profile import BudgetTooSmall
+from .repertoire import Known, Repertoire, Variant
+from .step import StepUnderWay
+from .stitching import Choice, RecordedStep, Way, Ways
+
+_log = logging.getLogger("tiered_mem.policies")
+
+# Of a step's time: what the layers may be computed again for, at least.
+_WORTH = 0.005
+# And what another choice has to save, once there is one.
+_BETTER = 0.02
+# A choice is made again where a rate or a size is another by this share, and not before so many steps.
+_CHANGED = 0.05
+_PATIENCE = 16
+# So many steps are tried in one way, of which none could be planned for.
+_TRIES = 4
+_WAYS: tuple[How, ...] = ("cheap", "full")
+
+
+class Treatments:
+    """Says how each layer of a step is treated.
+
+    Steps keep all until one of them is known, and its plan makes the device wait. Then all layers are treated in
+    one way, and next in the other: first in trials, in which the manager looks what comes out the same, and then in
+    a step that is recorded. Any mixture of these can be planned for, and the best is what later steps do. Steps
+    that are shorter, and need not wait, keep all.
+
+    choice: how the layers of this step are treated. tries: whether the next step has to be recorded.
+    """
+
+    def __init__(self, repertoire: Repertoire) -> None:
+        self._repertoire = repertoire
+        self._courses: dict[int, _Course] = {}
+        self._course: _Course | None = None
+        self._inputs: int | None = None
+        self._asked: set[int] = set()
+        self._treated: set[int] = set()
+        self._trials: set[int] = set()
+        self.choice: Choice = {}
+
+    @property
+    def tries(self) -> bool:
+        return any(course.trying is not None or course.stitched for course in self._courses.values())
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.choice, self._course, self._inputs = {}, None, None
+        for each in (self._asked, self._treated, self._trials):
+            each.clear()
+
+    def forward(self, num_layers: int) -> None:
+        """A forward begins. The first of a step tells by its layers what is to be done in it."""
+        if self._course is None:
+            self._course = self._courses.setdefault(num_layers, _Course())
+
+    def layer(self, event: LayerBegin) -> How | None:
+        """The forward of a layer begins. How it is to be computed again, if it is."""
+        if self._inputs is None and self._course is not None:
+            self._inputs = event.inputs
+            self.choice = self._choice_for(self._course, event.inputs)
+        how = self.choice.get(event.layer)
+        if how is not None:
+            self._asked.add(event.layer)
+        return how
+
+    def heard(self, event: Recomputed) -> None:
+        """A layer is treated as it was to be, or has a trial of that."""
+        (self._trials if event.trial else self._treated).add(event.layer)
+
+    def end(self, step: StepUnderWay) -> None:
+        """The step is over."""
+        course = self._course
+        if course is None:
+            return
+        if self._trials:
+            step.passing = True
+        elif course.trying is not None and self._asked and self.choice == course.all(course.trying):
+            course.tries += 1
+            if not self._treated or course.tries > _TRIES:
+                self._next(course)
+        elif self._asked != self._treated and self.choice:
+            course.forget()  # something is not computed again any more
+        if course.trying is None and course.plain is not None and not course.plain.guessed:
+            self._consider(course, step.number)
+
+    def learnt(self, known: Known) -> None:
+        """A step that was begun as this one was has been recorded."""
+        course = self._course
+        if course is None or self._inputs is None:
+            return
+        if not known.choice:
+            if course.plain is None or course.inputs != self._inputs:
+                course.forget()
+                course.plain, course.inputs = known, self._inputs
+                course.layers = sorted({name[2] for name in known.names if name[0] == "forward"})
+        elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
+            course.ways[course.trying] = known, course.inputs / max(1, self._inputs)
+            self._next(course)
+        elif known.choice == course.choice:
+            course.stitched = False
+
+    def _choice_for(self, course: _Course, inputs: int) -> Choice:
+        plain = course.plain
+        if plain is None or not course.inputs or not inputs:
+            return {}
+        ratio = inputs / course.inputs
+        if course.trying is not None:
+            return course.all(course.trying) if ratio > 0.5 else {}
+        if not course.choice or ratio >= 1:
+            return course.choice
+        return {} if self._waits_little(plain, self._repertoire.nearby(plain, ratio)) else course.choice
+
+    def _waits_little(self, plain: Known, variant: Variant) -> bool:
+        return self._repertoire.waits(plain, variant) <= _WORTH * plain.profile.compute * variant.ratio
+
+    def _consider(self, course: _Course, number: int) -> None:
+        """Begins to try other ways, or chooses again, where there is a reason."""
+        plain = course.plain
+        if plain is None or course.number + _PATIENCE > number:
+            return
+        basis = self._repertoire.basis
+        if not any(abs(new - old) > _CHANGED * old for new, old in zip(basis, course.basis, strict=True)):
+            return
+        if course.done:
+            self._choose(course, _BETTER)
+            course.number = number
+        elif not self._waits_little(plain, Variant()):
+            course.trying = _WAYS[0]
+            course.number = number
+        else:
+            course.basis = basis
+
+    def _next(self, course: _Course) -> None:
+        """What was tried is known now, or cannot be."""
+        place = _WAYS.index(course.trying) + 1 if course.trying is not None else len(_WAYS)
+        course.trying, course.tries = None, 0
+        if place < len(_WAYS):
+            course.trying = _WAYS[place]
+        else:
+            course.done = True
+            self._choose(course, _WORTH)
+
+    def _choose(self, course: _Course, better: float) -> None:
+        ways = course.measured()
+        course.basis = self._repertoire.basis
+        if ways is None:
+            return
+        repertoire = self._repertoire
+        try:
+            chosen = choose(
+                *(ways, repertoire.room, repertoire.link, repertoire.states, course.layers), now=course.choice
+            )
+        except BudgetTooSmall as error:
+            _log.info("layers are treated as before: %s", str(error))
+            return
+        if chosen.seconds > (1 - better) * chosen.before or chosen.choice == course.choice:
+            return
+        course.choice = chosen.choice
+        course.stitched = bool(chosen.choice)
+        if chosen.choice:
+            repertoire.stitch(ways.stitched(chosen.choice), chosen.choice)
+
+
+@dataclass
+class _Course:
+    """What is known of the steps that begin with a forward of so many layers.
+
+    plain: one that keeps all. inputs: the bytes that its first layer is called with. ways: those in which all
+    layers are treated in one way, and how much longer the plain one is.
+    trying: what is tried now. tries: the steps since then without a trial. done: all ways were tried.
+    choice: what was chosen. stitched: no step was recorded that has it. basis, number: of the choice, the rates and
+    sizes that it was made for, and the step.
+    """
+
+    plain: Known | None = None
+    inputs: int = 0
+    layers: list[int] = field(default_factory=list)
+    ways: dict[How, tuple[Known, float]] = field(default_factory=dict)
+    trying: How | None = None
+    tries: int = 0
+    done: bool = False
+    choice: Choice = field(default_factory=dict)
+    stitched: bool = False
+    basis: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    number: int = -_PATIENCE
+
+    def all(self, how: How) -> Choice:
+        return dict.fromkeys(self.layers, how)
+
+    def forget(self) -> None:
+        """All but the step that keeps all."""
+        self.ways.clear()
+        self.trying, self.tries, self.done = None, 0, False
+        self.choice, self.stitched = {}, False
+        self.basis = (0.0, 0.0, 0.0, 0.0)
+
+    def measured(self) -> Ways | None:
+        """What can be chosen from; None where there is nothing."""
+        if self.plain is None:
+            return None
+        steps: dict[Way, RecordedStep] = {None: _recorded(self.plain, 1.0)}
+        for how, (known, ratio) in self.ways.items():
+            step = _recorded(known, ratio)
+            if step.layers == steps[None].layers:
+                steps[how] = step
+            else:
+                _log.info("layers are not treated as %r: they begin in another order then", how)
+        return Ways(steps) if len(steps) > 1 else None
+
+
+def _recorded(known: Known, ratio: float) -> RecordedStep:
+    profile = known.profile if ratio == 1 else known.profile.scaled(ratio)
+    return RecordedStep(known.names, known.blocks, profile)
