@@ -219,8 +219,8 @@ class PlannedPolicy(Policy):
                     self._learn(ended, seconds, stalls, out, back)
             case MoreBlocks() if self._player.step is not None:
                 self._player.step.passing = True
-            case Recomputed() if self._treatments is not None:
-                self._treatments.heard(event)
+            case Recomputed() if self._treatments is not None and self._player.step is not None:
+                self._treatments.heard(event, self._player.step)
             case Refused(action):
                 self._player.refused(action)
             case HostPressure(nbytes):
@@ -290,8 +290,11 @@ class PlannedPolicy(Policy):
             self._asks = _WATCHED
         if not self._repertoire or step.woken or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
-        if self._treatments is not None and self._treatments.tries:
-            self._asks = _RECORDED
+        if self._treatments is not None:
+            if self._treatments.tries:
+                self._asks = _RECORDED
+            elif self._treatments.lacks_times and self._asks is _PLAYED:
+                self._asks = _TIMED
 
     def _decided(self) -> None:
         """It is clear now what the step is."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .disk_and_states import StatesShare
 from .planner import plan
-from .profile import BudgetTooSmall, Link, Profile
+from .profile import BudgetTooSmall, Link, Profile, least_bytes
 from .stitching import Choice, RecordedStep, Way, Ways
 
 # Layers are looked at in so many groups at most, of layers that follow each other.
@@ -19,6 +19,8 @@ _GROUPS = 32
 _EFFORT = 12_000
 # Attempts of each plan that is compared.
 _ATTEMPTS = 3
+# So many times the time of copying them count bytes for which there is no room, whatever leaves.
+_IMPOSSIBLE = 1000
 # Of a step's time: what differs by less is the same. Then the one counts that computes less again.
 _SAME = 1e-4
 
@@ -76,8 +78,7 @@ class _Search:
         seeds = [_Point((way,) * len(self._groups), kept) for way in self._ways.steps for kept in {0, self._room}]
         begun = self._descend(min([before, *seeds], key=self._guess), self._guess, _halves(len(self._groups)))
         plans = max(1, _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks))))
-        found = self._descend(begun, self._planned, [1], plans)
-        found = min(before, found, key=self._planned)
+        found = self._descend(min(begun, before, key=self._planned), self._planned, [1], plans)
         if self._failed is not None and self._planned(found) == inf:
             raise self._failed
         return Chosen(self._choice(found), found.kept, self._planned(found), self._planned(before))
@@ -181,59 +182,68 @@ class Outline:
         out, back = self._link.out, self._link.back
         moments = [self._moments[None if n is None else ways[n]][k] for k, n in enumerate(self._group)]
         later = sum([moment.used for moment in moments])
-        level = self._begin
-        before = movable = need = lacking = 0
+        level = standing = self._begin
+        before = need = lacking = 0
         now = copying = last = 0.0
         returned = -inf
-        for seconds, change, high, saved, used in moments:
+        for seconds, change, high, stands, least, saved, used in moments:
             now += last
             last = seconds
             if need > 0 and now + need / back > returned:
                 returned = now + need / back
             if used:
                 later -= used
-                movable -= used
                 if returned - later / back > now:
                     now = returned - later / back
             if now - before / out > copying:
                 copying = now - before / out
             need = level + high - budget
-            if need > 0:
-                if copying + need / out > now:
-                    now = copying + need / out
-                if need > movable:
-                    lacking += need - movable
+            if need > 0 and copying + need / out > now:
+                now = copying + need / out
+            if standing + least - budget > lacking:
+                lacking = standing + least - budget
             level += change
+            standing += stands
             before += saved
-            movable += saved
-        return now + last + lacking / out
+        return now + last + _IMPOSSIBLE * lacking / out
 
 
 class _Stretch(NamedTuple):
-    """A part of a step: its time, by how many bytes it changes what is on the device, the most above what was there
-    before, and the bytes of the blocks that it saves, and of those that it uses for the first time."""
+    """A part of a step.
+
+    seconds: its time. change, high: the bytes by which it changes what is on the device, and the most that there is
+    above what was before. stands, least: the same if all blocks are away that may be. saved, used: the bytes of the
+    blocks that it saves, and of those that it uses for the first time.
+    """
 
     seconds: float
     change: int
     high: int
+    stands: int
+    least: int
     saved: int
     used: int
 
 
 def _moments(step: RecordedStep, plain: RecordedStep, place: Sequence[int], count: int) -> list[_Stretch]:
     profile = step.profile
-    seconds, change, high = [0.0] * count, [0] * count, [0] * count
+    seconds = [0.0] * count
+    change, high, stands, least = ([0] * count for _ in range(4))
     saved, used = [0] * (count + 1), [0] * (count + 1)
     level = _levels(profile, step.standing)
+    standing = [*step.standing, step.standing[-1] if step.standing else 0]
+    in_use = least_bytes(profile)
     for part, k in enumerate(place):
         a, z = step.cuts[part], step.cuts[part + 1]
         seconds[k] += max(step.seconds[part], plain.seconds[part])
         high[k] = max(high[k], change[k] + max(profile.full[a:z], default=level[a]) - level[a])
         change[k] += level[z] - level[a]
+        least[k] = max(least[k], stands[k] + max(in_use[a:z], default=standing[a]) - standing[a])
+        stands[k] += standing[z] - standing[a]
     for n, s, u in zip(profile.nbytes, profile.saved, profile.used, strict=True):
         saved[place[step.part_of(s)]] += n
         used[place[step.part_of(u)] if u < len(step.names) else count] += n
-    return list(map(_Stretch, seconds, change, high, saved, used))
+    return list(map(_Stretch, seconds, change, high, stands, least, saved, used))
 
 
 def _levels(profile: Profile, standing: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ from ..base import (
     ExactMemory,
     Fetch,
     HostPressure,
+    LayerBegin,
     Memory,
     Offload,
     Release,
@@ -74,6 +75,7 @@ class Player:
         self._may_rest = False
         self._lru: LRUPolicy | None = None
         self._missing = 0  # bytes that were too many after the last answer, though all had left that could
+        self._coming = 0  # bytes beside blocks that a layer needs which is computed again
         self._beside = 0  # bytes that are expected beside blocks, where there is no plan
 
     @property
@@ -117,7 +119,7 @@ class Player:
 
     def begin(self, number: int, *, may_rest: bool = False) -> None:
         self._earlier = [*self.places.by_key.values()]
-        self._own_then = 0
+        self._own_then = self._coming = 0
         self.step = StepUnderWay(number)
         self._may_rest = may_rest
 
@@ -240,6 +242,9 @@ class Player:
                 return actions
             # What comes next is not known, and may be twice as much as any that came before.
             self._beside = others + (0 if step is None else 2 * step.rise)
+            if step is not None and isinstance(event, LayerBegin):
+                self._coming = others + step.again.get(event.layer, 0) if event.backward else 0
+            self._beside = max(self._beside, self._coming)
             return actions + self._guard(self._beside, event, shadow)
         if advice := step.table.actions(name, step.names):
             actions += shadow.follow([each for each in advice if type(each) is not Reload])

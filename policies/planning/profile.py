@@ -363,17 +363,27 @@ def floor(moments: Moments) -> tuple[int, int, int]:
 
     At each moment, what cannot move and the blocks in use, with those that forward still has.
     """
-    change = [0] * (len(moments) + 1)  # of the bytes that may be away
-    for n, free, u in zip(moments.nbytes, moments.loose, moments.used, strict=True):
-        if free < u:
-            change[free] += n
-            change[u] -= n
-    least = list(map(int.__sub__, moments.full, accumulate(change)))
+    least = _least(moments.full, moments.nbytes, moments.loose, moments.used)
     if not least:
         return 0, 0, 0
     worst = least.index(max(least))
     lives = zip(moments.nbytes, moments.saved, moments.dropped, strict=True)
     return least[worst], worst, moments.full[worst] - sum(n for n, s, d in lives if s <= worst < d)
+
+
+def least_bytes(profile: Profile) -> list[int]:
+    """The least bytes of device memory from each position to the next, whatever leaves."""
+    loose = profile.loose or [saved + 1 for saved in profile.saved]
+    return _least(profile.full, profile.nbytes, loose, profile.used)
+
+
+def _least(full: Sequence[int], nbytes: Sequence[int], loose: Sequence[int], used: Sequence[int]) -> list[int]:
+    away = [0] * (len(full) + 1)  # the bytes that may be
+    for n, free, u in zip(nbytes, loose, used, strict=True):
+        if free < u:
+            away[free] += n
+            away[u] -= n
+    return list(map(int.__sub__, full, accumulate(away)))
 
 
 def least_seconds(moments: Moments, budget: int, link: Link) -> float:

@@ -29,7 +29,7 @@ from .stitching import Choice
 class StepUnderWay:
     """A step that goes on, or has ended.
 
-    choice: how its layers are treated.
+    choice: how its layers are treated. again: the bytes that come when one of them is computed again.
     known, variant, table: what it is taken for, how it differs, and what it plays; None while nothing suits.
     compared: so many of the first blocks show what it is. undecided: the last event may show that: the first, the
     first block, the last of those, and one that its kind does not have.
@@ -47,6 +47,7 @@ class StepUnderWay:
 
     number: int
     choice: Choice = field(default_factory=dict)
+    again: dict[int, int] = field(default_factory=dict)
     names: StepNames = field(default_factory=StepNames)
     recording: Recording = field(default_factory=Recording)
     known: Known | None = None

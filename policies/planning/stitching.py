@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..base import How
 from .profile import Profile
@@ -16,6 +17,13 @@ from .recording import Name
 Way = How | None
 # Of each layer that does not keep all, by its number in its forward.
 Choice = Mapping[int, How]
+
+
+class Need(NamedTuple):
+    """Bytes of the device: those that come while a layer is computed again, and all that cannot leave then."""
+
+    coming: int
+    all: int
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class RecordedStep:
     @cached_property
     def cuts(self) -> list[int]:
         """The positions at which its parts begin, and the end."""
-        return [0, *self._begins, max(0, len(self.names) - 1), len(self.names)]
+        end = len(self.names)
+        return [0, *self._begins, max([0, end - 1, *(k + 1 for k in self._begins[-1:])]), end]
 
     @cached_property
     def layers(self) -> list[tuple[str, int, int] | None]:
@@ -44,13 +53,36 @@ class RecordedStep:
     def standing(self) -> Sequence[int]:
         return self.profile.standing or self.profile.unmovable
 
+    def again(self) -> dict[int, Need]:
+        """Of each layer that begins its backward, what it needs of the device if it is computed again: all that it
+        saves comes at once then."""
+        saved: dict[tuple[int, int], int] = {}
+        passing: dict[tuple[int, int], int] = {}
+        needed: dict[int, Need] = {}
+        unmovable, standing = self.profile.unmovable, self.standing
+        nbytes = [0] * len(self.layers)
+        for n, s in zip(self.profile.nbytes, self.profile.saved, strict=True):
+            nbytes[self.part_of(s)] += n
+        for part, (of, (a, z)) in enumerate(zip(self.layers, pairwise(self.cuts), strict=True)):
+            if of is None or a == z:
+                continue
+            kind, graph, layer = of
+            above = max(unmovable[a:z]) - standing[a]
+            if kind == "forward":
+                saved[graph, layer], passing[graph, layer] = nbytes[part], above
+            else:
+                high = max(above, passing.get((graph, layer), 0)) + saved.get((graph, layer), 0)
+                before = needed.get(layer, Need(0, 0))
+                needed[layer] = Need(max(before.coming, high), max(before.all, standing[a] + high))
+        return needed
+
     def part_of(self, position: int) -> int:
         return bisect_right(self.cuts, position, hi=len(self.cuts) - 1) - 1
 
     @cached_property
     def _begins(self) -> list[int]:
         begin = ("forward", "backward")
-        return [k for k, name in enumerate(self.names[:-1]) if name[0] in begin and name[3] == 0]
+        return [k for k, name in enumerate(self.names) if name[0] in begin and name[3] == 0]
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -126,10 +158,12 @@ class _Stitching:
         step = self._steps[way]
         profile, standing, places = step.profile, step.standing, self._places[way]
         begin, end = step.cuts[part], step.cuts[part + 1]
+        self._begins.append(len(self._names))
+        if begin == end:
+            return level
         # A layer that is computed again does not take less time for it: that it did was chance.
         longer = max(1.0, self._steps[None].seconds[part] / max(step.seconds[part], 1e-12))
         shift = level - standing[begin]
-        self._begins.append(len(self._names))
         for k in range(begin, end):
             name = step.names[k]
             if k > begin and name[0] in ("used", "dropped") and name[1] not in own:

@@ -51,6 +51,11 @@ class Treatments:
     def tries(self) -> bool:
         return any(course.trying is not None or course.stitched for course in self._courses.values())
 
+    @property
+    def lacks_times(self) -> bool:
+        """Whether the next step had better be timed: by the first one of all nothing can be chosen."""
+        return any(course.plain is not None and course.plain.guessed for course in self._courses.values())
+
     def begin(self) -> None:
         """A step begins."""
         self.choice, self._course, self._inputs = {}, None, None
@@ -72,8 +77,10 @@ class Treatments:
             self._asked.add(event.layer)
         return how
 
-    def heard(self, event: Recomputed) -> None:
+    def heard(self, event: Recomputed, step: StepUnderWay) -> None:
         """A layer is treated as it was to be, or has a trial of that."""
+        if self._course is not None:
+            step.again[event.layer] = self._course.again.get(event.layer, 0)
         (self._trials if event.trial else self._treated).add(event.layer)
 
     def end(self, step: StepUnderWay) -> None:
@@ -101,7 +108,9 @@ class Treatments:
             if course.plain is None or course.inputs != self._inputs:
                 course.forget()
                 course.plain, course.inputs = known, self._inputs
-                course.layers = sorted({name[2] for name in known.names if name[0] == "forward"})
+                needs = _recorded(known, 1.0).again()
+                course.again = {layer: need.coming for layer, need in needs.items()}
+                course.layers = sorted(layer for layer, need in needs.items() if need.all <= self._repertoire.room)
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
             course.ways[course.trying] = known, course.inputs / max(1, self._inputs)
             self._next(course)
@@ -133,7 +142,7 @@ class Treatments:
         if course.done:
             self._choose(course, _BETTER)
             course.number = number
-        elif not self._waits_little(plain, Variant()):
+        elif course.layers and not self._waits_little(plain, Variant()):
             course.trying = _WAYS[0]
             course.number = number
         else:
@@ -174,8 +183,9 @@ class Treatments:
 class _Course:
     """What is known of the steps that begin with a forward of so many layers.
 
-    plain: one that keeps all. inputs: the bytes that its first layer is called with. ways: those in which all
-    layers are treated in one way, and how much longer the plain one is.
+    plain: one that keeps all. inputs: the bytes that its first layer is called with.
+    again: of each layer, the bytes that come when it is computed again. layers: those for which there is room then.
+    ways: the steps in which all of these are treated in one way, and how much longer the plain one is.
     trying: what is tried now. tries: the steps since then without a trial. done: all ways were tried.
     choice: what was chosen. stitched: no step was recorded that has it. basis, number: of the choice, the rates and
     sizes that it was made for, and the step.
@@ -183,6 +193,7 @@ class _Course:
 
     plain: Known | None = None
     inputs: int = 0
+    again: dict[int, int] = field(default_factory=dict)
     layers: list[int] = field(default_factory=list)
     ways: dict[How, tuple[Known, float]] = field(default_factory=dict)
     trying: How | None = None

@@ -1,0 +1,120 @@
+"""How layers are treated is chosen as well as by trying all mixtures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.policies.simulated.random_steps import LINK
+from tests.policies.simulated.steps import budget_between
+from tests.policies.simulated.treated import WAYS, Model, decoder, small_model
+from tiered_mem.policies.base import How
+from tiered_mem.policies.planning import BudgetTooSmall, Link, plan
+from tiered_mem.policies.planning.choosing import Chosen, choose
+from tiered_mem.policies.planning.disk_and_states import StatesShare
+
+SLOW = Link(10e9, 10e9, 1.0, 5e-6)
+OPTIMA = json.loads((Path(__file__).parent / "simulated" / "treated_optima.json").read_text())
+
+
+def chosen(model: Model, budget: int, link: Link, states: StatesShare | None = None) -> Chosen:
+    layers = range(len(model.layers))
+    return choose(model.ways, budget, link, states or StatesShare(), layers, now={})
+
+
+def seconds(model: Model, choice: dict[int, How], budget: int, link: Link) -> float:
+    try:
+        return plan(model.recorded(choice).profile, budget, link).seconds
+    except BudgetTooSmall:
+        return math.inf
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("layers", [3, 5])
+def test_it_is_as_good_as_all_mixtures(layers: int, share: float) -> None:
+    model = decoder(layers)
+    budget = budget_between(model.recorded().profile, share)
+    best = min(
+        seconds(model, {n: way for n, way in enumerate(ways) if way is not None}, budget, SLOW)
+        for ways in itertools.product(WAYS, repeat=layers)
+    )
+    found = chosen(model, budget, SLOW)
+    assert seconds(model, dict(found.choice), budget, SLOW) <= best * 1.003
+
+
+@pytest.mark.parametrize("case", OPTIMA, ids=lambda case: f"{case['seed']}")
+def test_it_is_near_to_the_optimum_of_an_integer_program(case: dict[str, float]) -> None:
+    """Solved by `python -m tests.policies.simulated.treated_optima`, for each mixture."""
+    model = small_model(int(case["seed"]))
+    found = chosen(model, budget_between(model.recorded().profile, case["share"]), LINK)
+    assert case["optimum"] * (1 - 1e-3) <= found.seconds <= case["optimum"] * 1.05
+
+
+def test_most_are_solved_to_the_end() -> None:
+    """The plans for the mixtures are what is left."""
+    over = []
+    for case in OPTIMA:
+        model = small_model(int(case["seed"]))
+        found = chosen(model, budget_between(model.recorded().profile, case["share"]), LINK)
+        over.append(found.seconds / case["optimum"])
+    assert sorted(over)[int(0.8 * len(over))] < 1.005
+
+
+def test_nothing_is_computed_again_where_nothing_waits() -> None:
+    model = decoder(6)
+    found = chosen(model, max(model.recorded().profile.full), SLOW)
+    assert found.choice == {}
+    assert found.seconds == found.before
+
+
+def test_what_is_cheap_comes_first() -> None:
+    model = decoder(8)
+    found = chosen(model, budget_between(model.recorded().profile, 0.5), SLOW)
+    assert set(found.choice.values()) == {"cheap"}
+    assert found.seconds < 0.9 * found.before
+
+
+def test_without_a_link_layers_are_computed_again() -> None:
+    model = decoder(8)
+    none = Link(1e6, 1e6)
+    budget = budget_between(model.recorded().profile, 0.4)
+    found = chosen(model, budget, none)
+    assert max(model.recorded(dict(found.choice)).profile.full) <= budget
+    assert found.seconds < 1.3 * model.recorded().profile.compute
+
+
+def test_optimizer_states_have_what_computing_again_leaves() -> None:
+    """States that cross the link cost more than what layers take to be computed again."""
+    model = decoder(8)
+    budget = budget_between(model.recorded().profile, 0.8)
+    assert chosen(model, budget, SLOW).choice == {}
+    states = StatesShare(total=budget // 4)
+    found = chosen(model, budget, SLOW, states)
+    assert found.kept == states.total
+    assert found.choice
+
+
+def test_no_choice_helps_below_the_floor() -> None:
+    model = decoder(4)
+    with pytest.raises(BudgetTooSmall):
+        chosen(model, 1 << 20, SLOW)
+
+
+def test_another_choice_is_compared_with_the_one_that_there_is() -> None:
+    model = decoder(8)
+    budget = budget_between(model.recorded().profile, 0.5)
+    first = chosen(model, budget, SLOW)
+    again = choose(model.ways, budget, SLOW, StatesShare(), range(8), now=first.choice)
+    assert again.before == pytest.approx(first.seconds)
+    assert again.seconds <= again.before
+
+
+def test_many_layers_are_looked_at_in_groups() -> None:
+    model = decoder(100)
+    budget = budget_between(model.recorded().profile, 0.3)
+    found = chosen(model, budget, SLOW)
+    assert found.seconds < 1.1 * model.recorded().profile.compute < found.before

@@ -1,0 +1,88 @@
+"""A step of layers that are treated in different ways is that which would be recorded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tests.policies.simulated.random_steps import MIB
+from tests.policies.simulated.steps import Layer, Op, one_forward_one_backward
+from tests.policies.simulated.treated import WAYS, Model, decoder
+from tiered_mem.policies.base import How
+from tiered_mem.policies.planning.stitching import RecordedStep, Ways
+
+
+def random_model(seed: int, order: Sequence[str] = ("F0", "B0")) -> Model:
+    rng = random.Random(seed)
+    layers: list[Layer] = []
+    for _ in range(rng.randint(1, 6)):
+        sizes = [[rng.randint(1, 64) * MIB for _ in range(rng.randint(0, 3))] for _ in range(rng.randint(1, 4))]
+        if not layers:
+            sizes[0].append(MIB)  # the end of which is told after all of the layers' work
+        layers.append(
+            [
+                Op((rng.random(), 2 * rng.random()), some, (rng.randint(0, 64) * MIB,) * 2, rng.random() < 0.5)
+                for some in sizes
+            ]
+        )
+    return Model(layers, rng.randint(0, 8) * MIB, order)
+
+
+def random_choice(model: Model, seed: int) -> dict[int, How]:
+    rng = random.Random(-seed)
+    ways = {layer: rng.choice(WAYS) for layer in range(len(model.layers))}
+    return {layer: way for layer, way in ways.items() if way is not None}
+
+
+def same(some: RecordedStep, other: RecordedStep) -> bool:
+    a, b = some.profile, other.profile
+    return (
+        (list(some.names), list(some.blocks)) == (list(other.names), list(other.blocks))
+        and a.full == b.full
+        and list(a.seconds) == pytest.approx(list(b.seconds))
+        and (a.nbytes, a.saved, a.used, a.dropped, a.backward) == (b.nbytes, b.saved, b.used, b.dropped, b.backward)
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_mixture_is_what_would_be_recorded(seed: int) -> None:
+    model = random_model(seed)
+    choice = random_choice(model, seed)
+    assert same(model.ways.stitched(choice), model.recorded(choice))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_mixture_of_microbatches(seed: int) -> None:
+    """In a pipeline several graphs are under way."""
+    model = random_model(seed, one_forward_one_backward(5, 3))
+    choice = random_choice(model, seed)
+    assert same(model.ways.stitched(choice), model.recorded(choice))
+
+
+def test_each_way_by_itself_is_as_it_was_recorded() -> None:
+    model = decoder(4)
+    for way in WAYS:
+        assert same(model.ways.stitched(model.all(way)), model.recorded(model.all(way)))
+
+
+def test_a_way_that_was_not_recorded_keeps_all() -> None:
+    model = decoder(4)
+    ways = Ways({None: model.recorded(), "cheap": model.recorded(model.all("cheap"))})
+    assert same(ways.stitched({1: "full", 2: "cheap"}), model.recorded({2: "cheap"}))
+
+
+def test_no_layer_gains_time_by_being_computed_again() -> None:
+    """Where the step was measured as faster, that was chance."""
+    model = decoder(4)
+    steps = dict(model.ways.steps)
+    fast = steps["cheap"].profile
+    steps["cheap"] = RecordedStep(steps["cheap"].names, steps["cheap"].blocks, fast.scaled(0.5))
+    stitched = Ways(steps).stitched(model.all("cheap")).profile
+    assert stitched.compute == pytest.approx(model.recorded().profile.compute)
+
+
+def test_other_orders_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="in other orders"):
+        Ways({None: decoder(4).recorded(), "full": decoder(3).recorded(decoder(3).all("full"))})

@@ -1,0 +1,109 @@
+"""A planned policy tries how layers can be treated, chooses, and keeps to its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from tests.policies.simulated.machine import Machine, Outcome
+from tests.policies.simulated.steps import INPUT, Step, budget_between
+from tests.policies.simulated.treated import Model, decoder
+from tiered_mem.policies import LayerBegin, PlannedPolicy
+from tiered_mem.policies.base import How
+from tiered_mem.policies.planning import Link
+
+LINK = Link(10e9, 10e9, 1.0, 5e-6)
+LAYERS = 8
+SETTLED = 12  # steps, after which all ways were tried
+
+
+class Training:
+    """Steps of a model under a policy, each with the treatment that it had."""
+
+    def __init__(
+        self, model: Model, share: float, *, link: Link = LINK, recompute: bool = True, can: bool = True
+    ) -> None:
+        self.model = model
+        self.budget = budget_between(model.recorded().profile, share)
+        self.machine = Machine(PlannedPolicy(self.budget, link, recompute=recompute), link)
+        self._remade = model.step if can else None
+        self.treated: list[Mapping[int, How]] = []
+
+    def step(self, step: Step | None = None) -> Outcome:
+        outcome = self.machine.run(step or self.model.step(), remade=self._remade)
+        self.treated.append(dict(self.machine.treated))
+        return outcome
+
+    def settled(self) -> float:
+        """The seconds of the last step."""
+        return [self.step().seconds for _ in range(SETTLED)][-1]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.5])
+def test_it_is_faster_than_moving_alone_and_keeps_the_budget(share: float) -> None:
+    training = Training(decoder(LAYERS), share)
+    outcomes = [training.step() for _ in range(SETTLED)]
+    moving = Training(decoder(LAYERS), share, recompute=False)
+    assert outcomes[-1].seconds < 0.97 * moving.settled()
+    assert max(outcome.peak for outcome in outcomes) <= training.budget
+    assert training.treated[-1]
+    assert moving.treated[-1] == {}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.1])
+def test_the_budget_is_kept_where_no_layer_has_room_to_be_computed_again(share: float) -> None:
+    training = Training(decoder(LAYERS), share)
+    assert max(training.step().peak for _ in range(SETTLED)) <= training.budget
+
+
+def test_nothing_is_tried_where_nothing_waits() -> None:
+    training = Training(decoder(LAYERS), 1.0)
+    training.settled()
+    assert training.treated == [{}] * SETTLED
+
+
+def test_each_way_is_tried_once_and_a_choice_stays() -> None:
+    training = Training(decoder(LAYERS), 0.3)
+    for _ in range(5 * SETTLED):
+        training.step()
+    full = [set(treated.values()) for treated in training.treated if len(treated) == LAYERS]
+    assert full.count({"cheap"}) == full.count({"full"}) == 1
+    assert len({str(treated) for treated in training.treated[SETTLED:]}) == 1
+
+
+def test_where_no_layer_can_be_computed_again_all_is_as_before() -> None:
+    training = Training(decoder(LAYERS), 0.3, can=False)
+    assert training.settled() == pytest.approx(Training(decoder(LAYERS), 0.3, recompute=False).settled())
+
+
+def test_a_layer_that_cannot_be_computed_again_keeps_all() -> None:
+    """The others are treated all the same."""
+    model = decoder(LAYERS)
+    training = Training(model, 0.3)
+    training._remade = lambda treated: model.step({layer: how for layer, how in treated.items() if layer != 3})
+    moving = Training(decoder(LAYERS), 0.3, recompute=False)
+    assert training.settled() < 0.97 * moving.settled()
+
+
+def test_a_shorter_step_that_need_not_wait_keeps_all() -> None:
+    training = Training(decoder(LAYERS), 0.5)
+    training.settled()
+    assert training.treated[-1]
+    short = decoder(LAYERS, size=16 << 20).step()
+    code = [replace(each, inputs=INPUT // 4) if isinstance(each, LayerBegin) else each for each in short.code]
+    training.step(Step(short.blocks, code))
+    assert training.treated[-1] == {}
+
+
+def test_a_slower_link_leads_to_another_choice() -> None:
+    training = Training(decoder(LAYERS), 0.5)
+    training.settled()
+    before = training.treated[-1]
+    training.machine.link = Link(3e9, 3e9, 1.0, 5e-6)
+    for _ in range(40):
+        outcome = training.step()
+    assert len(training.treated[-1]) > len(before)
+    assert outcome.peak <= training.budget
+    assert len({str(treated) for treated in training.treated[-10:]}) == 1
