@@ -33,8 +33,8 @@ class Sweep:
 
     lines: how many signals there were.
     inside: the functions in which the handler was called, and not kept waiting.
-    alone: functions that kept it waiting when no other in the stack would have, as "/path/to/manager.py:87", each with
-        the function in which the handler would have been called then.
+    alone: functions that kept it waiting when no other in the stack would have, as "/path/to/manager.py:87", each
+        with the function in which the handler would have been called then.
     """
 
     def __init__(self) -> None:
