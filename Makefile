@@ -19,12 +19,11 @@ test: setup ## one pass over all that a change can break, with the race detector
 	$(RACES)=eager $(PYTEST) -m 'not slow'
 	@echo 'CI adds make lint, make mutants and make test-schedules (the other schedules, the task queue, the slow tests).'
 
-# Without the race detector torch_npu's task queue is on, as it is by default on hardware. The third line runs the slow
-# tests that the second leaves to others. The last two are make test's in the other schedules. pyproject.toml says what
-# each mark means; it is set at the top of a test file, or in its folder's conftest.py.
+# Without the race detector torch_npu's task queue is on, as it is by default on hardware. The second line runs the slow
+# tests that the first leaves to it. The last two are make test's in the other schedules. pyproject.toml says what each
+# mark means; it is set at the top of a test file, or in its folder's conftest.py.
 test-schedules: setup ## what make test leaves out: other schedules, the task queue, slow tests: fifteen minutes
-	$(PYTEST) -m 'not slow and not once and not detector_only'
-	$(PYTEST) -m 'slow and not detector_only'
+	$(PYTEST) -m '(slow or not once) and not detector_only'
 	$(RACES)=eager $(PYTEST) -m 'slow and detector_only'
 	$(RACES)=late $(PYTEST) -m 'not slow and not once'
 	$(RACES)=random $(PYTEST) -m 'not slow and not once'
