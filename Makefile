@@ -46,7 +46,7 @@ test-models: setup $(VENV)/.models ## small models of libraries, attached, train
 	PYTHONPATH=$(VENV)/models $(RACES)=late $(PYTEST) --dist=load tests/libraries/test_planned_models.py
 	PYTHONPATH=$(VENV)/models $(RACES)=random $(PYTEST) --dist=load tests/libraries/test_planned_models.py
 
-mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
+mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: four minutes
 	$(RUN) -m tests.mutants
 
 lint: setup ## ruff and mypy
