@@ -19,12 +19,11 @@ test: setup ## one pass over all that a change can break, with the race detector
 	$(RACES)=eager $(PYTEST) -m 'not slow'
 	@echo 'CI adds make lint, make mutants and make test-schedules (the other schedules, the task queue, the slow tests).'
 
-# Without the race detector torch_npu's task queue is on, as it is by default on hardware. The third line runs the slow
-# tests that the second leaves to others. The last two are make test's in the other schedules. pyproject.toml says what
-# each mark means; it is set at the top of a test file, or in its folder's conftest.py.
+# Without the race detector torch_npu's task queue is on, as it is by default on hardware. The second line runs the slow
+# tests that the first leaves to it. The last two are make test's in the other schedules. pyproject.toml says what each
+# mark means; it is set at the top of a test file, or in its folder's conftest.py.
 test-schedules: setup ## what make test leaves out: other schedules, the task queue, slow tests: fifteen minutes
-	$(PYTEST) -m 'not slow and not once and not detector_only'
-	$(PYTEST) -m 'slow and not detector_only'
+	$(PYTEST) -m '(slow or not once) and not detector_only'
 	$(RACES)=eager $(PYTEST) -m 'slow and detector_only'
 	$(RACES)=late $(PYTEST) -m 'not slow and not once'
 	$(RACES)=random $(PYTEST) -m 'not slow and not once'
@@ -47,7 +46,7 @@ test-models: setup $(VENV)/.models ## small models of libraries, attached, train
 	PYTHONPATH=$(VENV)/models $(RACES)=late $(PYTEST) --dist=load tests/libraries/test_planned_models.py
 	PYTHONPATH=$(VENV)/models $(RACES)=random $(PYTEST) --dist=load tests/libraries/test_planned_models.py
 
-mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: twenty minutes
+mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: four minutes
 	$(RUN) -m tests.mutants
 
 lint: setup ## ruff and mypy

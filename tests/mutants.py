@@ -13,29 +13,37 @@ Tests must fail for each. A mutant is a copy of the repository with one change:
 - a planned policy does not keep its budget where a step is not as planned; its planner does not know when copies
   end, or brings a block back before others that are used earlier.
 
+Those without a mark are left out unless --marks is given: test_interrupt_sweep.py, which has to find them, shows in
+one run that it would fail without any one of the marks.
+
 The tests run on the emulated NPU with its race detector. mutants.txt lists all mutants, so that none is lost when
-code moves or a method is renamed: --list writes it anew.
+code moves or a method is renamed: --list writes it anew. It also says which file of tests has found a mutant, and
+that file runs first; --learn writes what a run has found.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import gc
+import importlib
 import os
 import random
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import cache_from_source
 from pathlib import Path
+from typing import NamedTuple
 
-from rich.console import Console
-from rich.progress import track
+import pytest
+
+from tests.forked import in_forks
 
 ROOT = Path(__file__).parent.parent
 WAITS = ("wait_event", "hold", "synchronize", "record_stream", "_wait_for_work", "wait", "wait_for", "_wait_for")
@@ -111,6 +119,7 @@ COPIED = (
     *("pyproject.toml", "README.md"),
 )
 LIST = Path(__file__).with_suffix(".txt")
+FOUND_BY = "  <-  "
 # pytest's exit codes. An interrupt that comes out of a test may end pytest itself.
 PASSED = 0
 FAILED = (1, 2, 3)
@@ -133,6 +142,10 @@ class Mutant:
         before = ast.unparse(self.node).splitlines()[0]
         return f"{self.file}: {self.function}: {before}  ->  {self.replacement}"
 
+    def found_by(self, finder: str) -> Mutant:
+        """With that file of tests first, if it is one of them."""
+        return replace(self, tests=sorted(self.tests, key=lambda test: test != finder))
+
     def apply(self, folder: Path) -> None:
         path = folder / self.file
         lines = path.read_text().splitlines(keepends=True)
@@ -142,6 +155,9 @@ class Mutant:
         head = lines[node.lineno - 1].encode()[: node.col_offset].decode()
         tail = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
         lines[node.lineno - 1 : node.end_lineno] = [head + self.replacement + tail]
+        # Other copies of the repository share the file, and what Python has compiled of it.
+        path.unlink()
+        Path(cache_from_source(str(path))).unlink(missing_ok=True)
         path.write_text("".join(lines))
 
 
@@ -225,33 +241,97 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def run_tests(folder: Path, tests: Sequence[str], schedule: str) -> int:
-    """pytest's exit code."""
-    environment = os.environ | {"ASCEND_EMULATOR_SCHEDULE": schedule, "ASCEND_EMULATOR_RACES": "1"}
+def import_once() -> None:
+    """Imports what takes long, and is the same for all: tests run in forks of this process.
+
+    Nothing uses the device before a fork, and nothing of the code under test is imported.
+    """
+    importlib.import_module("emulator.tests.emulated_device").start()
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
+
+
+def copy_repository(folder: Path) -> None:
+    for name in COPIED:
+        source, copy = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy)
+
+
+def run_tests(tests: Sequence[str], folder: Path, scratch: Path) -> int:
+    """pytest's exit code, for a fork that does nothing else. scratch: a folder that is made for what it writes."""
+    scratch.mkdir()
+    with (scratch / "output.txt").open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.chdir(folder)
+    sys.path[0] = str(folder)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "emulator")]:
+        del sys.modules[name]
     # Without a wait, or with the turn taken for ever, it may hang in torch, where no signal would reach it.
-    options = ("-x", "-q", "-p", "no:cacheprovider", "--timeout=120", "--timeout-method=thread")
-    command = (sys.executable, "-m", "pytest", *options, *tests)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode
+    options = ("-x", "-q", "-m", "not slow", "--timeout=120", "--timeout-method=thread")
+    imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    places = ("-p", "no:cacheprovider", f"--basetemp={scratch / 'tests'}")
+    return pytest.main([*options, "-W", imported, *places, *tests])
 
 
-def dies(mutant: Mutant | None, schedule: str) -> bool:
-    """Whether the tests fail with this change; None changes nothing."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, folder / name)
-        if mutant is not None:
+def check(original: Path, jobs: int) -> None:
+    """Raises SystemExit, with what pytest has written, if a test fails without a change.
+
+    On the way Python compiles what is in the folder, and mutants share that.
+    """
+    tests = [*INTERRUPTS, *dict.fromkeys(test for subject in SUBJECTS for test in subject.tests)]
+    places = [original.with_name(f"check-{number}") for number in range(jobs)]
+    calls = (
+        (place, partial(run_tests, tests[number::jobs], original, place)) for number, place in enumerate(places)
+    )
+    failed = [(place / "output.txt").read_text() for place, code in in_forks(calls, jobs) if code != PASSED]
+    if failed:
+        sys.exit("\n".join([*failed, "mutants: the tests fail already without a mutation"]))
+
+
+class Fate(NamedTuple):
+    """finder: the file with the test that has failed; "" where none has, or where pytest could not say."""
+
+    mutant: Mutant
+    dead: bool
+    finder: str
+
+    def __str__(self) -> str:
+        return f"{'dies' if self.dead else 'SURVIVES':8}  {listed(str(self.mutant), self.finder)}"
+
+
+def fates(chosen: Sequence[Mutant], original: Path, jobs: int) -> Iterator[Fate]:
+    """As they end."""
+
+    def calls() -> Iterator[tuple[tuple[Mutant, Path], Callable[[], int]]]:
+        for number, mutant in enumerate(chosen):
+            folder = original.with_name(str(number))
+            shutil.copytree(original, folder, symlinks=True, copy_function=os.link)
             mutant.apply(folder)
-        everything = [*INTERRUPTS, *(test for subject in SUBJECTS for test in subject.tests)]
-        code = run_tests(folder, everything if mutant is None else mutant.tests, schedule)
-    killed = code < 0  # by a signal, as where memory goes that a thread still writes to
-    if code not in (PASSED, *FAILED) and not killed:
-        raise RuntimeError(f"pytest ended with {code}; {mutant or 'the code as it is'} could not be tested")
-    return killed or code in FAILED
+            yield (mutant, folder), partial(run_tests, mutant.tests, folder, folder / "scratch")
+
+    for (mutant, folder), code in in_forks(calls(), jobs):
+        killed = code < 0  # by a signal, as where memory goes that a thread still writes to
+        if code not in (PASSED, *FAILED) and not killed:
+            raise RuntimeError(f"pytest ended with {code}; {mutant} could not be tested")
+        failed = re.search(
+            r"^(?:FAILED|ERROR) (tests/[^:\s]+)", (folder / "scratch/output.txt").read_text(), re.MULTILINE
+        )
+        shutil.rmtree(folder)
+        yield Fate(mutant, code != PASSED, failed[1] if failed else "")
+
+
+def listed(name: str, finder: str) -> str:
+    """A line of mutants.txt."""
+    return f"{name}{FOUND_BY}{finder}" if finder else name
+
+
+def write_list(names: Sequence[str], finders: Mapping[str, str]) -> None:
+    LIST.write_text("".join(f"{listed(name, finders.get(name, ''))}\n" for name in names))
 
 
 def main() -> None:
@@ -260,31 +340,41 @@ def main() -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="only N of them, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    parser.add_argument("--marks", action="store_true", help="also those without a mark `@uninterrupted`")
+    parser.add_argument("--learn", action="store_true", help=f"write what has found each into {LIST.name}")
     parser.add_argument("--list", action="store_true", help=f"write {LIST.name}, and end")
     options = parser.parse_args()
-    console = Console()
     chosen = mutants()
     names = sorted(map(str, chosen))
+    lines = [line.partition(FOUND_BY) for line in LIST.read_text().splitlines()]
+    finders = {name: finder for name, _, finder in lines}
     if options.list:
-        LIST.write_text("\n".join(names) + "\n")
+        write_list(names, finders)
         return
-    listed = LIST.read_text().splitlines()
-    if names != listed:
-        lost, new = Counter(listed) - Counter(names), Counter(names) - Counter(listed)
+    before = Counter(name for name, *_ in lines)
+    if before != Counter(names):
+        lost, new = before - Counter(names), Counter(names) - before
         text = [*(f"gone  {name}" for name in lost.elements()), *(f"new   {name}" for name in new.elements())]
         sys.exit("\n".join(["mutants: not those of mutants.txt; --list writes it anew", *text]))
+    chosen = [
+        mutant.found_by(finders[str(mutant)]) for mutant in chosen if options.marks or mutant.tests != INTERRUPTS
+    ]
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
-    if dies(None, options.schedule):
-        sys.exit("mutants: the tests fail already without a mutation")
-    survivors = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        fates = pool.map(partial(dies, schedule=options.schedule), chosen)
-        for mutant, dead in track(zip(chosen, fates, strict=True), "mutants", total=len(chosen), console=console):
-            console.print(f"{'dies' if dead else 'SURVIVES':8}  {mutant}", highlight=False, markup=False)
-            if not dead:
-                survivors.append(mutant)
-    console.print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants die")
+    os.environ |= {"ASCEND_EMULATOR_SCHEDULE": options.schedule, "ASCEND_EMULATOR_RACES": "1"}
+    import_once()
+    survivors = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        original = Path(temporary) / "original"
+        copy_repository(original)
+        check(original, options.jobs)
+        for number, fate in enumerate(fates(chosen, original, options.jobs), 1):
+            print(f"{number:3} of {len(chosen)}  {fate}", flush=True)
+            survivors += not fate.dead
+            finders[str(fate.mutant)] = fate.finder or finders[str(fate.mutant)]
+    if options.learn:
+        write_list(names, finders)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants die")
     sys.exit(bool(survivors))
 
 

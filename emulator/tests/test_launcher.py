@@ -9,6 +9,8 @@ import pytest
 
 from emulator.tests.launch import EMULATOR, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 # What a script can see of how it was started. It does not import torch, which makes these tests quick.
 REPORT = """
     import inspect, pickle, sys, threading

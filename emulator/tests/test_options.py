@@ -10,6 +10,8 @@ from ascend_emulator.options import Options
 
 from emulator.tests.launch import EMULATOR, ROOT, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 WRONG = {
     "an unknown schedule": (
         {"schedule": "sloppy"},

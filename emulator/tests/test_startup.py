@@ -13,6 +13,8 @@ from ascend_emulator.options import parse_bytes, parse_rate
 
 from emulator.tests.launch import EMULATOR, run, write_script
 
+pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
+
 PACKAGE = Path(ascend_emulator.__file__).parent
 
 # Prints whether the emulated runtime is there, without torch, which takes seconds to import.

@@ -25,6 +25,8 @@ from tiered_mem.policies import Event, LayerBegin, LayerOrderPolicy, Policy, Rec
 LAYERS = 4
 HOWS = ("full", "cheap")
 STEPS = LAYERS + 2  # each layer has a trial in one of the first
+CPU = pytest.mark.once(why="it runs on the cpu alone")
+HOST = pytest.mark.once(why="the host decides it, whatever the order of the device's work")
 
 
 @contextmanager
@@ -245,6 +247,7 @@ def test_a_policy_chooses_for_each_layer(device: str) -> None:
         assert same(gradients(model, x, lambda: context), right)
 
 
+@HOST
 @pytest.mark.parametrize("layer", [0, 2, 9])
 def test_advice_for_another_layer_is_passed_over(layer: int, device: str) -> None:
     class Advises(Policy):
@@ -258,6 +261,7 @@ def test_advice_for_another_layer_is_passed_over(layer: int, device: str) -> Non
         assert manager._contexts._recomputer._kinds == {}
 
 
+@HOST
 @pytest.mark.parametrize("answer", [Recompute(0, "twice"), Recompute("first", "full")])  # type: ignore[arg-type]
 def test_what_is_no_way_to_compute_again_is_refused(answer: Recompute, device: str) -> None:
     class Answers(Policy):
@@ -320,6 +324,7 @@ def test_a_layer_within_a_layer_goes_with_the_outer_one(device: str) -> None:
             assert same(gradients(model, x, lambda: context), right)
 
 
+@HOST
 def test_without_gradients_nothing_is_treated(device: str) -> None:
     model, x = stack(LAYERS, device)
     with tiering(device) as manager, manager.attach(model, recompute="full"):
@@ -352,6 +357,7 @@ def test_an_exception_in_the_forward_leaves_nothing(device: str) -> None:
                 assert same(found, plain(model, x))
 
 
+@HOST
 def test_a_manager_that_computes_nothing_again(device: str) -> None:
     model, x = stack(LAYERS, device)
     with tiering(device, LayerOrderPolicy(0, recompute="full"), recompute=False) as manager:
@@ -362,6 +368,7 @@ def test_a_manager_that_computes_nothing_again(device: str) -> None:
         assert len(alive) == 1
 
 
+@HOST
 @pytest.mark.parametrize("wrong", [True, "always", 1, None])
 def test_arguments_are_checked(wrong: Any, device: str) -> None:
     with pytest.raises(ValueError, match='recompute is "auto", "allow" or False'):
@@ -463,6 +470,7 @@ EXCLUDED = {
 }
 
 
+@HOST
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", EXCLUDED)
 def test_who_would_give_other_numbers_keeps_all(
@@ -491,6 +499,7 @@ def test_who_would_give_other_numbers_keeps_all(
     assert EXCLUDED[kind] in told[0]
 
 
+@CPU
 def test_collectives_are_not_issued_again(caplog: pytest.LogCaptureFixture) -> None:
     """Of one process. Others may not come to issue theirs a second time."""
 
@@ -593,6 +602,7 @@ def test_other_shapes_have_trials_of_their_own(device: str) -> None:
         assert [len(each.equal) for each in kinds] == [2, 2, 1]
 
 
+@HOST
 def test_kinds_are_not_kept_for_ever(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiered_mem.activations.recompute._MOST_KINDS", 3)
     model = Stack(1, 16).to(device)
@@ -603,6 +613,7 @@ def test_kinds_are_not_kept_for_ever(device: str, monkeypatch: pytest.MonkeyPatc
         assert len(manager._contexts._recomputer._kinds) == 3
 
 
+@CPU
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -621,6 +632,7 @@ def test_bits_are_compared(tensor: torch.Tensor) -> None:
     assert not same_bits(tensor[:1], tensor[1:])
 
 
+@CPU
 def test_zeros_of_two_signs_are_not_the_same() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
 
@@ -647,6 +659,7 @@ def test_a_graph_that_is_kept_holds_nothing_that_was_computed_again(
         del loss
 
 
+@CPU
 def test_what_was_kept_is_given_each_time() -> None:
     class Products(TorchDispatchMode):
         def __init__(self) -> None:
@@ -673,6 +686,7 @@ def test_what_was_kept_is_given_each_time() -> None:
     assert counts == [4] * 3  # two for each product's gradients, and none for the products
 
 
+@CPU
 @pytest.mark.parametrize("how", HOWS)
 def test_a_backward_inside_of_the_context(how: Any) -> None:
     """On the cpu it runs on the thread that the context is for: what is computed again is no new layer."""

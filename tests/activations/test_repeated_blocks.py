@@ -10,6 +10,8 @@ from torch import nn
 
 from tiered_mem.activations.layers import repeated_blocks
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 
 def linears(count: int, width: int = 4) -> list[nn.Module]:
     return [nn.Linear(width, width) for _ in range(count)]

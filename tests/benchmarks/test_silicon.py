@@ -14,6 +14,8 @@ from benchmarks.silicon import ROOT, Part
 from emulator.tests.launch import run
 from tests.models import eventually
 
+pytestmark = pytest.mark.once(why="it starts processes, and looks at how they end")
+
 LACKING = """
 import sys
 

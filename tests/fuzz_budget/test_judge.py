@@ -13,6 +13,8 @@ from tests.fuzz_budget.watched import Step
 from tiered_mem.activations.attachment import _NOT_SEEN
 from tiered_mem.policies.planning import BudgetTooSmall
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 BUDGET = 100 << 20
 SAID = "a step took 120.0 MiB where the budget is 100.0 MiB: 20.0 MiB of budget more would do"
 

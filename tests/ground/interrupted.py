@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 import sys
 from collections import Counter
@@ -32,13 +33,14 @@ class Sweep:
 
     lines: how many signals there were.
     inside: the functions in which the handler was called, and not kept waiting.
-    alone: functions that kept it waiting when no other in the stack would have.
+    alone: functions that kept it waiting when no other in the stack would have, as "/path/to/manager.py:87", each
+        with the function in which the handler would have been called then.
     """
 
     def __init__(self) -> None:
         self.lines = 0
         self.inside: set[str] = set()
-        self.alone: set[str] = set()
+        self.alone: set[tuple[str, str]] = set()
         self._asking = False
         self._times: Counter[tuple[CodeType, int]] = Counter()
 
@@ -79,7 +81,8 @@ class Sweep:
         else:
             keeping = [each.f_code for each in stack(frame) if each.f_code in uninterrupted_codes()]
             if len(keeping) == 1:
-                self.alone.add(name_of(keeping[0]))
+                keeper = f"{keeping[0].co_filename}:{keeping[0].co_firstlineno}"
+                self.alone.add((keeper, name_of(frame.f_code)))
         finally:
             self._asking = False
         return self._trace
@@ -95,6 +98,18 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
 def name_of(code: CodeType) -> str:
     """As "context.py:__enter__"."""
     return f"{Path(code.co_filename).name}:{code.co_name}"
+
+
+def marked() -> set[str]:
+    """The functions of the product that are marked `@uninterrupted`, as "/path/to/manager.py:87"."""
+    return {
+        f"{file}:{function.decorator_list[0].lineno}"  # where its code begins
+        for folder in FOLDERS
+        for file in Path(folder).rglob("*.py")
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        if any(isinstance(mark, ast.Name) and mark.id == "uninterrupted" for mark in function.decorator_list)
+    }
 
 
 def _is_product(frame: FrameType) -> bool:

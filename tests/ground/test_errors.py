@@ -4,6 +4,8 @@ import pytest
 
 from tiered_mem import errors
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 
 def test_a_full_tier_says_the_numbers_and_carries_them() -> None:
     full = errors.TierFull(

@@ -15,6 +15,8 @@ from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy, LRUPolicy, PlannedPolicy, SynchronizationDictPolicy
 from tiered_mem.policies.planning import Link
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 GARBAGE: dict[str, Any] = {
     "None": None,
     "a class": nn.Linear,

@@ -18,6 +18,8 @@ from tiered_mem.policies import Event
 from tiered_mem.policies.base import StepEnd
 from tiered_mem.rehearsal import MOST, RehearsalOver, Wish
 
+pytestmark = pytest.mark.once(why="it needs no device")
+
 STEP = gpt(layers=3)
 STATES = 8 * MIB
 
