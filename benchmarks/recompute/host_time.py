@@ -4,8 +4,11 @@
 
 A GPT so small that the host is what a step waits for. All layers are treated, and nothing moves. CPU time is the
 calling thread's until forward and backward have returned, less what the plain step took in the same round; backward
-is run on the calling thread for its sake. It is divided by the number of operators in the forward of the layers, so
-that backward's share has in it what the operators take that run a second time. The rounds go through all in turn.
+is run on the calling thread for its sake. The rounds go through all in turn.
+
+forward, backward and both are for each operator in the forward of the layers. again is how many operators a layer
+runs in backward that it does not in a plain one. They take their time as those of a plain forward do. What is left of
+both is overhead, for each operator in the forward and again: that is what the target is for.
 
 "cheap, all blocks" makes each result that is kept a block, however small; "cheap" only those of 1 MiB and more, of
 which there are none here. "no recompute" is the context around the layers alone.
@@ -49,24 +52,25 @@ def main() -> int:
     kind = find_device("-m benchmarks.recompute.host_time")
     console = Console(width=None if sys.stdout.isatty() else 100)
     training = Training(kind, options)
-    operators = training.operators()
+    counts = training.counts()
     with ExitStack() as stack:
         contenders = list(everyone(training, kind, stack))
         for each in contenders:
             for _ in range(options.layers + 2):  # in each step one layer has its trial
                 each.step(training)
             each.taken.clear()
+            each.backward_operators = training.backward_operators(each.around())
         gc.freeze()  # what is imported would make each gc.collect() slow
         for number in track(range(options.rounds), "rounds", console=console):
             turn = number % len(contenders)  # nobody always follows the same one
             for each in contenders[turn:] + contenders[:turn]:
                 each.step(training)
-    rows = [row(each, contenders[0], operators) for each in contenders]
-    console.print(table(rows, operators, options.layers))
+    rows = [row(each, contenders[0], counts) for each in contenders]
+    console.print(table(rows, plain_us(contenders[0], counts), counts, options.layers))
     device = getattr(torch, kind).get_device_name()
     console.print(f"device: {device}{emulated()}; medians of {options.rounds} rounds; the target is {TARGET} us")
     if options.json is not None:
-        result = {"device": device, "emulated": bool(emulated()), "operators": operators, "rows": rows}
+        result = {"device": device, "emulated": bool(emulated()), **counts._asdict(), "rows": rows}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(each.right for each in contenders) else 1
 
@@ -77,6 +81,13 @@ class Taken(NamedTuple):
     forward: float
     backward: float
     step: float
+
+
+class Counts(NamedTuple):
+    """Operators of a plain forward: those of all layers, and with those outside of them."""
+
+    layers: int
+    forward: int
 
 
 class Training:
@@ -107,8 +118,7 @@ class Training:
         finally:
             gc.enable()
 
-    def operators(self) -> int:
-        """How many the layers' forwards run."""
+    def counts(self) -> Counts:
         with Operators() as all_of_them:
             self.gpt.forward()
         layers, self.gpt.model.layers = self.gpt.model.layers, torch.nn.ModuleList()
@@ -117,18 +127,26 @@ class Training:
                 self.gpt.forward()
         finally:
             self.gpt.model.layers = layers
-        return all_of_them.count - outside.count
+        return Counts(all_of_them.count - outside.count, all_of_them.count)
+
+    def backward_operators(self, context: AbstractContextManager[object]) -> int:
+        """With what is computed again."""
+        with context:
+            loss = self.gpt.forward()
+        with Operators() as counted, torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
+        return counted.count
 
 
 class Operators(TorchDispatchMode):
-    """Counts them, as a dispatch mode sees them."""
+    """Counts them, as a dispatch mode sees them. Not detach(), which hooks call and models hardly do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.count += func is not torch.ops.aten.detach.default
         return func(*args, **(kwargs or {}))
 
 
@@ -139,6 +157,7 @@ class Contender:
     name: str
     around: Callable[[], AbstractContextManager[object]]
     taken: list[Taken] = field(default_factory=list)
+    backward_operators: int = 0
     right: bool = True
 
     def step(self, training: Training) -> None:
@@ -165,36 +184,47 @@ def everyone(training: Training, kind: str, stack: ExitStack) -> Iterator[Conten
     yield Contender("torch's checkpoint", lambda: checkpointed(layers, "full"))
 
 
-def row(contender: Contender, plain: Contender, operators: int) -> dict[str, Any]:
+def row(contender: Contender, plain: Contender, counts: Counts) -> dict[str, Any]:
     pairs = list(zip(contender.taken, plain.taken, strict=True))
+    again = contender.backward_operators - plain.backward_operators
 
     def us(of: Callable[[Taken], float]) -> float:
-        return 1e6 * statistics.median(of(ours) - of(theirs) for ours, theirs in pairs) / operators
+        return 1e6 * statistics.median(of(ours) - of(theirs) for ours, theirs in pairs) / counts.layers
 
+    both = us(lambda taken: taken.forward + taken.backward)
+    operators_own = again * plain_us(plain, counts)
     return {
         "name": contender.name,
         "forward_us": us(lambda taken: taken.forward),
         "backward_us": us(lambda taken: taken.backward),
-        "both_us": us(lambda taken: taken.forward + taken.backward),
+        "both_us": both,
+        "again": again,
+        "overhead_us": (both * counts.layers - operators_own) / (counts.layers + again),
         "step_ratio": statistics.median(ours.step / theirs.step for ours, theirs in pairs),
         "gradients": "bit-equal" if contender.right else "WRONG",
     }
 
 
-def table(rows: list[dict[str, Any]], operators: int, layers: int) -> Table:
+def plain_us(plain: Contender, counts: Counts) -> float:
+    """CPU time of an operator of the plain forward."""
+    return 1e6 * statistics.median(each.forward for each in plain.taken) / counts.forward
+
+
+def table(rows: list[dict[str, Any]], plain: float, counts: Counts, layers: int) -> Table:
     result = Table(
-        title=f"{layers} layers with {operators // layers} operators each",
-        caption="us: CPU time beyond the plain step, for each operator of the forward",
+        title=f"{layers} layers of {counts.layers / layers:.0f} operators, {plain:.1f} us each in a plain forward",
+        caption="us of CPU time",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
         pad_edge=False,
     )
     result.add_column("", no_wrap=True)
-    for column in ("forward us", "backward us", "both us", "step / plain", "gradients"):
+    for column in ("forward", "backward", "both", "again", "overhead", "step / plain", "gradients"):
         result.add_column(column, justify="right", no_wrap=True)
     for each in rows:
-        times = (f"{each[name]:.1f}" for name in ("forward_us", "backward_us", "both_us"))
-        result.add_row(each["name"], *times, f"{each['step_ratio']:.2f}", each["gradients"])
+        cells = [f"{each[name]:.1f}" for name in ("forward_us", "backward_us", "both_us")]
+        cells += [f"{each['again'] / layers:.0f}", f"{each['overhead_us']:.1f}"]
+        result.add_row(each["name"], *cells, f"{each['step_ratio']:.2f}", each["gradients"])
     return result
 
 
