@@ -7,8 +7,8 @@ calling thread's until forward and backward have returned, less what the plain s
 is run on the calling thread for its sake. The rounds go through all in turn.
 
 forward, backward and both are for each operator in the forward of the layers. again is how many operators a layer
-runs in backward that it does not in a plain one. They take their time as those of a plain forward do. What is left of
-both is overhead, for each operator in the forward and again: that is what the target is for.
+runs in backward that it does not in a plain one, each for as long as one of a plain forward. What is left of both
+is overhead, for each operator in the forward and again: that is what the target is for.
 
 "cheap, all blocks" makes each result that is kept a block, however small; "cheap" only those of 1 MiB and more, of
 which there are none here. "no recompute" is the context around the layers alone.
