@@ -54,9 +54,11 @@ lint: setup ## ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy tiered_mem emulator/ascend_emulator tests/mutants.py
 
-bench: setup ## the overhead beside the plain step, and beside other offloaders
+bench: setup ## the overhead beside the plain step, other offloaders, and checkpointing
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.offload_overhead
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.offload_hooks
+	$(RUN) -m ascend_emulator --unless-hardware --h2d 1GB/s --d2h 1GB/s -m benchmarks.recompute.seconds
+	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.recompute.host_time
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.link_speed
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.optimizer_step
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_replay

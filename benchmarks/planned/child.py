@@ -27,14 +27,20 @@ def main() -> int:
     from .trainings import TRAININGS
 
     contest = Contest(TRAININGS[model], Link(there.out, there.back, latency=LATENCY))
-    orders, megatrons, swaps = [], [], []
-    for made in contest.layer_orders():
-        orders.append(made)
-        say(done=f"LayerOrderPolicy, {made.setting}")
-    for made in contest.megatrons():
-        megatrons.append(made)
-        say(done=f"Megatron, {made.setting}")
+    tried: dict[str, list[Measured]] = {}
+    for name, settings in (
+        ("layer_order", contest.layer_orders()),
+        ("megatron", contest.megatrons()),
+        ("checkpoint", contest.checkpoints("full")),
+        ("selective", contest.checkpoints("selective")),
+        ("inputs_moved", contest.inputs_moved()),
+    ):
+        tried[name] = []
+        for made in settings:
+            tried[name].append(made)
+            say(done=f"{name}, {made.setting}")
     budgets = [contest.budget(float(share)) for share in shares]
+    swaps = []
     for budget in budgets:
         swaps.append(contest.smart_swap(budget))
         say(done="SmartSwap")
@@ -53,8 +59,7 @@ def main() -> int:
                 "foreseeable": contest.foreseeable(budget),
                 "auto": auto,
                 "error": error,
-                "layer_order": best(orders, budget),
-                "megatron": best(megatrons, budget),
+                **{name: best(found, budget) for name, found in tried.items()},
                 "smart_swap": asdict(swap),
             }
         )
@@ -64,6 +69,7 @@ def main() -> int:
         layers=contest.layers,
         blocks=len(contest.profile.nbytes),
         floor=contest.floor,
+        repeatable=contest.repeatable,
         plain=asdict(contest.plain),
         rows=rows,
     )

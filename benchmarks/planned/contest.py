@@ -1,4 +1,4 @@
-"""Measures one training behind one link: plain, planned, and with each setting of the other policies."""
+"""Measures one training behind one link: plain, planned, and with each setting of the others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import ascend_emulator
 import torch
 
+from benchmarks.checkpointing import Kept, checkpointed, same_numbers
 from benchmarks.peak import Peak
 from tiered_mem import TieringManager
+from tiered_mem.activations.layers import repeated_blocks
 from tiered_mem.policies import LayerOrderPolicy, Policy
 from tiered_mem.policies.planning.profile import Link, floor, least_seconds
 from tiered_mem.policies.planning.repertoire import Table
@@ -62,6 +64,7 @@ class Contest:
         self._plain_steps = profiles[1:]
         self.profile, self.recording = profiles[-1], observing.recording
         self.layers: int = next(name[2] for name in self.recording.names if name[0] == "begin")
+        self.repeatable = same_numbers(repeated_blocks(self._used.model))
         self.floor = max(floor(step.moments)[0] for step in self._plain_steps)
 
     def budget(self, share: float) -> int:
@@ -90,6 +93,21 @@ class Contest:
                 policy = LayerOrderPolicy(k, in_flight=in_flight)
                 yield self.with_policy(policy, f"k={k}, in flight {in_flight}")
 
+    def checkpoints(self, kept: Kept) -> Iterator[Measured]:
+        """torch's checkpoint around the first or the last layers, of each number. Not after `auto`."""
+        training = self._going_on()
+        blocks = repeated_blocks(training.model)
+        for k in range(1, len(blocks) + 1):
+            for setting, layers in {f"first {k}": blocks[:k], f"last {k}": blocks[-k:]}.items():
+                with checkpointed(layers, kept):
+                    measured = _steps(training, beginning=0, setting=setting)
+                yield measured
+
+    def inputs_moved(self) -> Iterator[Measured]:
+        """All settings of `layer_orders` where each layer is checkpointed, so that its inputs are what moves."""
+        with checkpointed(repeated_blocks(self._going_on().model), "full"):
+            yield from self.layer_orders()
+
     def megatrons(self) -> Iterator[Measured]:
         """All fractions of the layers but the last."""
         for groups in range(1, self.layers):
@@ -102,15 +120,18 @@ class Contest:
 
     def with_policy(self, policy: Policy, setting: str) -> Measured:
         """In a training that goes on, so that the optimizer's states are there. Not after `auto`."""
-        if self._used is None:
-            raise RuntimeError("the training is over")
-        return _of(self._used, policy, setting=setting, beginning=0)
+        return _of(self._going_on(), policy, setting=setting, beginning=0)
 
     def auto(self, budget: int) -> Measured:
         """In a training that begins."""
         self._used = None  # its memory would count
         beginning = _BEGINNING if len(self._plain_steps) == 1 else _BEGINNING_VARIED
         return _of(self._make(), "auto", budget=budget, beginning=beginning)
+
+    def _going_on(self) -> Training:
+        if self._used is None:
+            raise RuntimeError("the training is over")
+        return self._used
 
 
 def _of(

@@ -1,0 +1,124 @@
+"""The ways to train within a budget: each takes some steps, and has the last one's times and the highest peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.checkpointing import Kept, checkpointed
+from tiered_mem import TieringManager
+
+from .step import Step, Taken
+
+_HOST_BYTES = "400GiB"
+_WARMUP = 1  # in which the optimizer's states come into being
+
+
+@dataclass(frozen=True)
+class Asked:
+    """budget: in bytes. steps: of "auto", until it has its plan and goes by it. say: what is being done."""
+
+    model: str
+    tokens: int
+    budget: int
+    steps: int
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """setting: what was chosen, where there is a choice. report: what the manager says, where it has planned."""
+
+    taken: Taken
+    setting: str = ""
+    report: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.taken.as_dict() | {"setting": self.setting, "report": self.report}
+
+
+def plain(asked: Asked) -> Found:
+    """All on the device, the optimizer's states too."""
+    step = Step(asked.model, asked.tokens, None)
+    return Found(_last([step.run() for _ in range(_WARMUP + 1)]))
+
+
+def every_layer(asked: Asked, kept: Kept) -> Found:
+    """torch's checkpoint around all layers."""
+    with _states_on_host(asked) as step, checkpointed(step.model.layers, kept):
+        return Found(_last([step.run() for _ in range(_WARMUP + 1)]))
+
+
+def best_layers(asked: Asked, kept: Kept) -> Found:
+    """torch's checkpoint around as few layers as keep the budget.
+
+    The first ones: what they are computed again with finds the room that the layers after them have left. All
+    layers take the same time, so that the fewest are the best.
+
+    Raises ValueError where even all are not enough.
+    """
+    with _states_on_host(asked) as step:
+        layers = list(step.model.layers)
+
+        def trial(k: int) -> Taken:
+            asked.say(f"the first {k} layers")
+            with checkpointed(layers[:k], kept):
+                return step.run()
+
+        with checkpointed(layers, kept):
+            for _ in range(_WARMUP):
+                step.run()
+        best, fewest = trial(len(layers)), len(layers)
+        if best.peak > asked.budget:
+            raise ValueError(f"at least {best.peak / (1 << 30):.1f} GiB")
+        too_few = -1
+        while fewest - too_few > 1:
+            k = (fewest + too_few) // 2
+            if (taken := trial(k)).peak <= asked.budget:
+                best, fewest = taken, k
+            else:
+                too_few = k
+        return Found(best, f"first {fewest}")
+
+
+def planned(asked: Asked, recompute: str | bool) -> Found:
+    """policy="auto". Raises ValueError where no plan keeps the budget."""
+    manager = TieringManager(
+        policy="auto",
+        device="npu",
+        device_budget=asked.budget,
+        host_bytes=_HOST_BYTES,
+        preallocate=False,
+        recompute=recompute,
+    )
+    with manager:
+        step = Step(asked.model, asked.tokens, manager)
+        with manager.attach(step.model):
+            taken = []
+            for number in range(asked.steps):
+                asked.say(f"step {number + 1} of {asked.steps}")
+                taken.append(step.run())
+            return Found(_last(taken), report=str(manager.report()))
+
+
+WAYS: dict[str, Callable[[Asked], Found]] = {
+    "plain": plain,
+    "full": lambda asked: every_layer(asked, "full"),
+    "selective": lambda asked: every_layer(asked, "selective"),
+    "full-best": lambda asked: best_layers(asked, "full"),
+    "selective-best": lambda asked: best_layers(asked, "selective"),
+    "moving": lambda asked: planned(asked, False),
+    "auto": lambda asked: planned(asked, "auto"),
+}
+
+
+@contextmanager
+def _states_on_host(asked: Asked) -> Iterator[Step]:
+    with TieringManager(policy="layer-order", device="npu", host_bytes=_HOST_BYTES, preallocate=False) as manager:
+        yield Step(asked.model, asked.tokens, manager)
+
+
+def _last(taken: Sequence[Taken]) -> Taken:
+    return replace(taken[-1], peak=max(each.peak for each in taken))
