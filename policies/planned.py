@@ -198,7 +198,7 @@ class PlannedPolicy(Policy):
         if isinstance(event, ForwardBegin):
             treatments.forward(event.num_layers)
         elif isinstance(event, LayerBegin) and not event.backward:
-            how = treatments.layer(event)
+            how = treatments.layer(event, step)
             step.choice = treatments.choice
             if how is not None:
                 return (Recompute(event.layer, how),)
@@ -363,9 +363,10 @@ class PlannedPolicy(Policy):
                         raise
                     self._leave_out(self._given - error.floor)  # it did run
                     learnt = repertoire.add(recording, seconds, known, step.variant, step.choice)
-                if learnt is not None and self._treatments is not None:
+                if self._treatments is not None:
                     self._treatments.learnt(learnt)
-                self._asks = _TIMED if missing else _PLAYED
+                lacks_times = missing or (self._treatments is not None and self._treatments.lacks_times)
+                self._asks = _TIMED if lacks_times else _PLAYED
         elif step.table is not None and len(seconds) == len(known.names):
             planned = step.table.plan
             surprise = abs(stalls - planned.waits)

@@ -27,8 +27,8 @@ from .trainings import Training
 _HOST_BYTES = "500GiB"
 # A training that begins makes its optimizer's states, is recorded and is planned for in the first steps; and if no
 # two are alike, it takes some more to know what they are like.
-_BEGINNING = 4
-_BEGINNING_VARIED = 32
+_BEGINNING = 12
+_BEGINNING_VARIED = 40
 _MOST_IN_FLIGHT = 3
 
 

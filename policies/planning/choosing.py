@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, permutations
+from itertools import permutations
 from math import inf
 from typing import NamedTuple
 
 from .disk_and_states import StatesShare
 from .planner import plan
-from .profile import BudgetTooSmall, Link, Profile, least_bytes
+from .profile import BudgetTooSmall, Link, least_bytes
 from .stitching import Choice, RecordedStep, Way, Ways
 
 # Layers are looked at in so many groups at most, of layers that follow each other.
@@ -230,7 +230,7 @@ def _moments(step: RecordedStep, plain: RecordedStep, place: Sequence[int], coun
     seconds = [0.0] * count
     change, high, stands, least = ([0] * count for _ in range(4))
     saved, used = [0] * (count + 1), [0] * (count + 1)
-    level = _levels(profile, step.standing)
+    level = step.levels
     standing = [*step.standing, step.standing[-1] if step.standing else 0]
     in_use = least_bytes(profile)
     for part, k in enumerate(place):
@@ -244,13 +244,3 @@ def _moments(step: RecordedStep, plain: RecordedStep, place: Sequence[int], coun
         saved[place[step.part_of(s)]] += n
         used[place[step.part_of(u)] if u < len(step.names) else count] += n
     return list(map(_Stretch, seconds, change, high, stands, least, saved, used))
-
-
-def _levels(profile: Profile, standing: Sequence[int]) -> list[int]:
-    """The bytes that are on the device before each position and at the end, if no block ever leaves."""
-    change = [0] * (len(standing) + 1)
-    for n, s, d in zip(profile.nbytes, profile.saved, profile.dropped, strict=True):
-        change[s] += n
-        change[d] -= n
-    alive = list(accumulate(change))
-    return [at + alive[k - 1] if k else at for k, at in enumerate([*standing, standing[-1] if standing else 0])]

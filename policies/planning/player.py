@@ -28,7 +28,7 @@ from ..lru import LRUPolicy
 from ..places import ON_DEVICE, Place, Placed, Places
 from .recording import Name, Repetition, Script
 from .repertoire import COMPARED, Repertoire, Table
-from .step import Rest, StepUnderWay
+from .step import TRIED, Rest, StepUnderWay
 
 _FETCHED_AHEAD = 8
 # Of what a step takes, the room beyond that must be at least this part if nobody is to look.
@@ -84,6 +84,8 @@ class Player:
         step, least = self.step, self.limit - self.margin
         if step is None:
             return least
+        if step.table is None and step.like is not None:
+            return least - least // TRIED
         room = least if step.table is None or step.table.plan.peak <= least else self.limit
         return room - self.varying if step.varies else room
 
@@ -237,14 +239,13 @@ class Player:
             self._choose(step)
         if step is None or step.table is None or name is None:
             advice: Sequence[Action] = self._learning(others).decide(event)
+            if step is not None and step.like is not None:
+                # There has to be room for what comes at once when a layer is computed again.
+                advice = [each for each in advice if type(each) is not Reload]
             actions += shadow.follow(advice if step is None else step.as_far_as_loose(advice))
             if others is None:
                 return actions
-            # What comes next is not known, and may be twice as much as any that came before.
-            self._beside = others + (0 if step is None else 2 * step.rise)
-            if step is not None and isinstance(event, LayerBegin):
-                self._coming = others + step.again.get(event.layer, 0) if event.backward else 0
-            self._beside = max(self._beside, self._coming)
+            self._beside = self._expected(event, name, others)
             return actions + self._guard(self._beside, event, shadow)
         if advice := step.table.actions(name, step.names):
             actions += shadow.follow([each for each in advice if type(each) is not Reload])
@@ -254,6 +255,18 @@ class Player:
         if step.returning:
             actions += self._bring_back(step, step.table, name, others or 0, shadow)
         return actions
+
+    def _expected(self, event: Event, name: Name | None, others: int) -> int:
+        """The bytes beside blocks until the next event, in a step without a plan. others: those that are there."""
+        step = self.step
+        if step is None:
+            return others
+        if isinstance(event, LayerBegin):
+            self._coming = others + step.again.get(event.layer, 0) if event.backward else 0
+        if step.like is not None and name is not None:
+            return max(step.like.beside(name, others), self._coming)
+        # What comes next is not known, and may be twice as much as any that came before.
+        return max(others + 2 * step.rise, self._coming)
 
     def _bring_back(
         self, step: StepUnderWay, table: Table, event: Name, others: int, shadow: Shadow

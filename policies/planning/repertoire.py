@@ -202,9 +202,10 @@ class Repertoire:
         """The rates and sizes that decide how layers are treated best."""
         return self.link.out, self.link.back, float(self.budget), float(self.states.total)
 
-    def nearby(self, known: Known, ratio: float) -> Variant:
-        """The variant of a step that is so much longer."""
-        return Variant(ceil(ratio * _GRID) / _GRID)
+    @staticmethod
+    def nearby(ratio: float, more: int) -> Variant:
+        """The variant of a step that is so much longer, and begins when so many bytes more are taken."""
+        return Variant(ceil(ratio * _GRID) / _GRID, more)
 
     def waits(self, known: Known, variant: Variant) -> float:
         """The seconds by which a step is longer than if all were on the device, optimizer states too."""

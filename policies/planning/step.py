@@ -24,12 +24,16 @@ from .recording import Name, Recording, Repetition, StepNames, Transcript
 from .repertoire import COMPARED, Known, Table, Variant
 from .stitching import Choice
 
+# This part of the room is left free where layers are treated in a new way, and another step is all that is known.
+TRIED = 100
+
 
 @dataclass
 class StepUnderWay:
     """A step that goes on, or has ended.
 
     choice: how its layers are treated. again: the bytes that come when one of them is computed again.
+    like: of another step, what may come beside its blocks.
     known, variant, table: what it is taken for, how it differs, and what it plays; None while nothing suits.
     compared: so many of the first blocks show what it is. undecided: the last event may show that: the first, the
     first block, the last of those, and one that its kind does not have.
@@ -48,6 +52,7 @@ class StepUnderWay:
     number: int
     choice: Choice = field(default_factory=dict)
     again: dict[int, int] = field(default_factory=dict)
+    like: Table | None = None
     names: StepNames = field(default_factory=StepNames)
     recording: Recording = field(default_factory=Recording)
     known: Known | None = None

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..base import How
@@ -19,11 +19,18 @@ Way = How | None
 Choice = Mapping[int, How]
 
 
-class Need(NamedTuple):
-    """Bytes of the device: those that come while a layer is computed again, and all that cannot leave then."""
+class Backward(NamedTuple):
+    """A layer where its backward begins. In bytes, of the device.
 
-    coming: int
-    all: int
+    standing: allocated then, beside blocks. above: the most that comes beside what it has saved. forward: the most
+    that came in its forward. saved: its blocks. largest: of these one.
+    """
+
+    standing: int
+    above: int
+    forward: int
+    saved: int
+    largest: int
 
 
 @dataclass(frozen=True)
@@ -53,28 +60,38 @@ class RecordedStep:
     def standing(self) -> Sequence[int]:
         return self.profile.standing or self.profile.unmovable
 
-    def again(self) -> dict[int, Need]:
-        """Of each layer that begins its backward, what it needs of the device if it is computed again: all that it
-        saves comes at once then."""
-        saved: dict[tuple[int, int], int] = {}
-        passing: dict[tuple[int, int], int] = {}
-        needed: dict[int, Need] = {}
-        unmovable, standing = self.profile.unmovable, self.standing
-        nbytes = [0] * len(self.layers)
+    @cached_property
+    def levels(self) -> list[int]:
+        """The bytes that are on the device before each position and at the end, if no block ever leaves."""
+        change = [0] * (len(self.names) + 1)
+        profile = self.profile
+        for n, s, d in zip(profile.nbytes, profile.saved, profile.dropped, strict=True):
+            change[s] += n
+            change[d] -= n
+        alive = [0, *accumulate(change)]
+        return list(map(int.__add__, [*self.standing, *self.standing[-1:]], alive))
+
+    def backwards(self) -> dict[int, Backward]:
+        """What there is to say of each layer that begins its backward: the most of it, over all graphs."""
+        nbytes: list[list[int]] = [[] for _ in self.layers]
         for n, s in zip(self.profile.nbytes, self.profile.saved, strict=True):
-            nbytes[self.part_of(s)] += n
+            nbytes[self.part_of(s)].append(n)
+        forwards: dict[tuple[int, int], tuple[int, int, int]] = {}
+        found: dict[int, Backward] = {}
         for part, (of, (a, z)) in enumerate(zip(self.layers, pairwise(self.cuts), strict=True)):
             if of is None or a == z:
                 continue
             kind, graph, layer = of
-            above = max(unmovable[a:z]) - standing[a]
+            # Up to the forward's end, and to the last use of what it has saved: what follows is not the layer's.
+            last = "end" if kind == "forward" else "used"
+            z = next((k for k in reversed(range(a, z)) if self.names[k][0] == last), z)
+            above = max(0, max(self.profile.full[a:z], default=0) - self.levels[a])
             if kind == "forward":
-                saved[graph, layer], passing[graph, layer] = nbytes[part], above
+                forwards[graph, layer] = above, sum(nbytes[part]), max(nbytes[part], default=0)
             else:
-                high = max(above, passing.get((graph, layer), 0)) + saved.get((graph, layer), 0)
-                before = needed.get(layer, Need(0, 0))
-                needed[layer] = Need(max(before.coming, high), max(before.all, standing[a] + high))
-        return needed
+                new = Backward(self.standing[a], above, *forwards.get((graph, layer), (0, 0, 0)))
+                found[layer] = Backward(*map(max, new, found.get(layer, new)))
+        return found
 
     def part_of(self, position: int) -> int:
         return bisect_right(self.cuts, position, hi=len(self.cuts) - 1) - 1

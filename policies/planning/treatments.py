@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ..base import How, LayerBegin, Recomputed
 from .choosing import choose
 from .profile import BudgetTooSmall
 from .repertoire import Known, Repertoire, Variant
-from .step import StepUnderWay
-from .stitching import Choice, RecordedStep, Way, Ways
+from .step import TRIED, StepUnderWay
+from .stitching import Backward, Choice, RecordedStep, Way, Ways
 
 _log = logging.getLogger("tiered_mem.policies")
 
@@ -67,11 +68,13 @@ class Treatments:
         if self._course is None:
             self._course = self._courses.setdefault(num_layers, _Course())
 
-    def layer(self, event: LayerBegin) -> How | None:
+    def layer(self, event: LayerBegin, step: StepUnderWay) -> How | None:
         """The forward of a layer begins. How it is to be computed again, if it is."""
         if self._inputs is None and self._course is not None:
             self._inputs = event.inputs
             self.choice = self._choice_for(self._course, event.inputs)
+            if self._course.plain is not None and self._course.trying is not None:
+                step.like = self._repertoire.table(self._course.plain, Variant(1.0, self._course.more))
         how = self.choice.get(event.layer)
         if how is not None:
             self._asked.add(event.layer)
@@ -80,7 +83,9 @@ class Treatments:
     def heard(self, event: Recomputed, step: StepUnderWay) -> None:
         """A layer is treated as it was to be, or has a trial of that."""
         if self._course is not None:
-            step.again[event.layer] = self._course.again.get(event.layer, 0)
+            how = self.choice.get(event.layer)
+            if how is not None and event.layer in self._course.backwards:
+                step.again[event.layer] = self._course.coming(event.layer, how, trial=event.trial)
         (self._trials if event.trial else self._treated).add(event.layer)
 
     def end(self, step: StepUnderWay) -> None:
@@ -88,8 +93,13 @@ class Treatments:
         course = self._course
         if course is None:
             return
+        if step.known is course.plain and step.variant.ratio == 1:
+            course.more = step.variant.more
         if self._trials:
             step.passing = True
+            if course.trying is not None:
+                course.look_at(step)
+                course.layers[course.trying] = self._with_room(course, course.trying)
         elif course.trying is not None and self._asked and self.choice == course.all(course.trying):
             course.tries += 1
             if not self._treated or course.tries > _TRIES:
@@ -99,23 +109,34 @@ class Treatments:
         if course.trying is None and course.plain is not None and not course.plain.guessed:
             self._consider(course, step.number)
 
-    def learnt(self, known: Known) -> None:
-        """A step that was begun as this one was has been recorded."""
+    def learnt(self, known: Known | None) -> None:
+        """A step that was begun as this one was has been recorded. None if no plan for it keeps the budget."""
         course = self._course
         if course is None or self._inputs is None:
             return
-        if not known.choice:
+        if known is None:
+            if course.trying is not None and self.choice:
+                self._next(course)
+        elif not known.choice:
             if course.plain is None or course.inputs != self._inputs:
                 course.forget()
                 course.plain, course.inputs = known, self._inputs
-                needs = _recorded(known, 1.0).again()
-                course.again = {layer: need.coming for layer, need in needs.items()}
-                course.layers = sorted(layer for layer, need in needs.items() if need.all <= self._repertoire.room)
+                course.backwards = _recorded(known, Variant()).backwards()
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
             course.ways[course.trying] = known, course.inputs / max(1, self._inputs)
             self._next(course)
         elif known.choice == course.choice:
             course.stitched = False
+
+    def _with_room(self, course: _Course, how: How) -> list[int]:
+        """The layers that can be tried: the device has room while they are computed again."""
+        room = self._repertoire.room
+        room -= room // TRIED
+        return sorted(
+            layer
+            for layer, backward in course.backwards.items()
+            if backward.standing + course.more + course.coming(layer, how, trial=layer not in course.kept) <= room
+        )
 
     def _choice_for(self, course: _Course, inputs: int) -> Choice:
         plain = course.plain
@@ -126,7 +147,7 @@ class Treatments:
             return course.all(course.trying) if ratio > 0.5 else {}
         if not course.choice or ratio >= 1:
             return course.choice
-        return {} if self._waits_little(plain, self._repertoire.nearby(plain, ratio)) else course.choice
+        return {} if self._waits_little(plain, self._repertoire.nearby(ratio, course.more)) else course.choice
 
     def _waits_little(self, plain: Known, variant: Variant) -> bool:
         return self._repertoire.waits(plain, variant) <= _WORTH * plain.profile.compute * variant.ratio
@@ -142,19 +163,20 @@ class Treatments:
         if course.done:
             self._choose(course, _BETTER)
             course.number = number
-        elif course.layers and not self._waits_little(plain, Variant()):
-            course.trying = _WAYS[0]
+        elif not self._waits_little(plain, Variant(1.0, course.more)):
             course.number = number
+            self._next(course)
         else:
             course.basis = basis
 
     def _next(self, course: _Course) -> None:
-        """What was tried is known now, or cannot be."""
-        place = _WAYS.index(course.trying) + 1 if course.trying is not None else len(_WAYS)
-        course.trying, course.tries = None, 0
-        if place < len(_WAYS):
-            course.trying = _WAYS[place]
-        else:
+        """Goes on to the first way, or to the one after what was tried. What was is known now, or cannot be."""
+        ways = _WAYS if course.trying is None else _WAYS[_WAYS.index(course.trying) + 1 :]
+        course.kept.clear()
+        for how in ways:
+            course.layers[how] = self._with_room(course, how)
+        course.trying, course.tries = next((how for how in ways if course.layers[how]), None), 0
+        if course.trying is None:
             course.done = True
             self._choose(course, _WORTH)
 
@@ -165,9 +187,8 @@ class Treatments:
             return
         repertoire = self._repertoire
         try:
-            chosen = choose(
-                *(ways, repertoire.room, repertoire.link, repertoire.states, course.layers), now=course.choice
-            )
+            layers = sorted({*chain.from_iterable(course.layers.values())})
+            chosen = choose(ways, repertoire.room, repertoire.link, repertoire.states, layers, now=course.choice)
         except BudgetTooSmall as error:
             _log.info("layers are treated as before: %s", str(error))
             return
@@ -183,18 +204,22 @@ class Treatments:
 class _Course:
     """What is known of the steps that begin with a forward of so many layers.
 
-    plain: one that keeps all. inputs: the bytes that its first layer is called with.
-    again: of each layer, the bytes that come when it is computed again. layers: those for which there is room then.
-    ways: the steps in which all of these are treated in one way, and how much longer the plain one is.
+    plain: one that keeps all. more: the bytes that are taken before it by now, and were not when it was recorded.
+    inputs: the bytes that its first layer is called with.
+    backwards: of its layers. layers: for each way those that can be tried in it. ways: the steps in which all
+    of these are treated so, and how much longer the plain one is.
+    kept: of each layer that had a trial in the way that is tried now, the bytes of the blocks that it had then.
     trying: what is tried now. tries: the steps since then without a trial. done: all ways were tried.
     choice: what was chosen. stitched: no step was recorded that has it. basis, number: of the choice, the rates and
     sizes that it was made for, and the step.
     """
 
     plain: Known | None = None
+    more: int = 0
     inputs: int = 0
-    again: dict[int, int] = field(default_factory=dict)
-    layers: list[int] = field(default_factory=list)
+    backwards: dict[int, Backward] = field(default_factory=dict)
+    layers: dict[How, list[int]] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
     ways: dict[How, tuple[Known, float]] = field(default_factory=dict)
     trying: How | None = None
     tries: int = 0
@@ -205,11 +230,31 @@ class _Course:
     number: int = -_PATIENCE
 
     def all(self, how: How) -> Choice:
-        return dict.fromkeys(self.layers, how)
+        return dict.fromkeys(self.layers[how], how)
+
+    def coming(self, layer: int, how: How, *, trial: bool) -> int:
+        """The bytes of the device that come while a layer is computed again, at most.
+
+        That is what its forward takes, and then what its backward does, with all that it has saved there at once. A
+        trial has one tensor of these twice. As "cheap" it also has the results that it gets, of which nothing is
+        known before: as much again.
+        """
+        _, above, forward, saved, largest = self.backwards[layer]
+        given = max(0, self.kept.get(layer, 2 * saved) - saved) if how == "cheap" else 0
+        return max(forward, saved + above) + given + (largest if trial else 0)
+
+    def look_at(self, step: StepUnderWay) -> None:
+        """Learns from a step with trials what its layers keep then."""
+        kept: dict[tuple[int, int], int] = {}
+        for (graph, layer, _), life in step.recording.blocks.items():
+            kept[graph, layer] = kept.get((graph, layer), 0) + life.nbytes
+        for (_, layer), nbytes in kept.items():
+            self.kept[layer] = max(nbytes, self.kept.get(layer, 0))
 
     def forget(self) -> None:
         """All but the step that keeps all."""
         self.ways.clear()
+        self.kept.clear()
         self.trying, self.tries, self.done = None, 0, False
         self.choice, self.stitched = {}, False
         self.basis = (0.0, 0.0, 0.0, 0.0)
@@ -218,9 +263,9 @@ class _Course:
         """What can be chosen from; None where there is nothing."""
         if self.plain is None:
             return None
-        steps: dict[Way, RecordedStep] = {None: _recorded(self.plain, 1.0)}
+        steps: dict[Way, RecordedStep] = {None: _recorded(self.plain, Variant(1.0, self.more))}
         for how, (known, ratio) in self.ways.items():
-            step = _recorded(known, ratio)
+            step = _recorded(known, Variant(ratio))
             if step.layers == steps[None].layers:
                 steps[how] = step
             else:
@@ -228,6 +273,6 @@ class _Course:
         return Ways(steps) if len(steps) > 1 else None
 
 
-def _recorded(known: Known, ratio: float) -> RecordedStep:
-    profile = known.profile if ratio == 1 else known.profile.scaled(ratio)
+def _recorded(known: Known, variant: Variant) -> RecordedStep:
+    profile = known.profile if variant == Variant() else known.profile.scaled(*variant)
     return RecordedStep(known.names, known.blocks, profile)

@@ -57,6 +57,7 @@ HARMLESS = {
     "sizes.py": ["_parsed", "format_bytes", "parse_bytes"],
     "states.py": ["<genexpr>", "check", "keys", "version"],
     "synchronizers.py": ["__init__", "get_offloaded_total_size_mb", "pop", "pop_tensor", "require"],
+    "treatments.py": ["__init__"],
     "tiered_optimizer.py": [
         "<genexpr>",
         "__getattr__",
