@@ -28,6 +28,9 @@ class AgainPlan:
     attached: bool = False
 
 
+NOTHING_AGAIN = AgainPlan()
+
+
 def draw_again(rng: random.Random, *, alone: bool) -> AgainPlan:
     """alone: there is no other manager, so that the model may be attached."""
     allowed: str | bool = rng.choices(("auto", "allow", False), (8, 1, 1))[0]
@@ -35,7 +38,7 @@ def draw_again(rng: random.Random, *, alone: bool) -> AgainPlan:
     answered: Any = rng.choices((None, *HOWS, "any"), (3, 1, 1, 2))[0]
     attached = rng.random() < 0.3
     if rng.random() < 0.2:
-        return AgainPlan()
+        return NOTHING_AGAIN
     return AgainPlan(asked if allowed else None, answered, allowed, attached and alone)
 
 
@@ -58,9 +61,7 @@ def answering(make: Callable[[], Policy], plan: AgainPlan, seed: int) -> Callabl
 class Answering:
     """Answers as another does, and to the beginning of a layer also how it is to be computed again."""
 
-    def __init__(
-        self, decide: Callable[[Event], Sequence[Any]], hows: Sequence[How | None], seed: int
-    ) -> None:
+    def __init__(self, decide: Callable[[Event], Sequence[Any]], hows: Sequence[How | None], seed: int) -> None:
         self._decide = decide
         self._hows = hows
         self._rng = random.Random(seed)

@@ -44,7 +44,8 @@ class Case:
         for number, layer in enumerate(self.program.layers):
             steps = " ".join(step.name for step in layer.steps)
             quirk = self.program.quirks[number] or "no quirk"
-            lines.append(f"  layer {number}: {steps} -> {layer.returns}; inner {layer.inner}, tied {layer.tied}, {quirk}")
+            more = f"inner {layer.inner}, tied {layer.tied}, {quirk}"
+            lines.append(f"  layer {number}: {steps} -> {layer.returns}; {more}")
         lines += [f"  {call}" for call in self.program.calls]
         lines += [f"  {manager}" for manager in self.managers]
         return "\n".join(lines)

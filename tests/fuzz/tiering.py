@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.fuzz.again import AgainPlan
+from tests.fuzz.again import NOTHING_AGAIN, AgainPlan
 from tests.fuzz.policies import ACTIONS
 from tests.fuzz.program import Nothing, Program
 from tests.models import eventually, is_empty
@@ -37,7 +37,7 @@ class ManagerPlan:
     variable_depth: bool
     synced: bool
     acts: float
-    again: AgainPlan = AgainPlan()
+    again: AgainPlan = NOTHING_AGAIN
 
 
 def draw_manager(rng: random.Random, policy: str, make_policy: Callable[[], Policy]) -> ManagerPlan:

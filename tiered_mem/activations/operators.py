@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..device.torch_private import DispatchMode, tree_flatten, tree_leaves, tree_unflatten
+from ..device.torch_private import (
+    DispatchMode,
+    deeper_autocast,
+    less_deep_autocast,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from ..errors import NotRepeatable
 
 
@@ -18,6 +25,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
 
     save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
     saves: how many tensors autograd has saved so far. why: the reason to exclude the layer, if there is one.
+    disturbs: the reason where it has come to other bits because it was watched.
     """
 
     def __init__(self, save: Save | None, checkpoint: Callable[[], bool]) -> None:
@@ -28,6 +36,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
         self.kept: dict[int, Result] = {}
         self.saves = 0
         self.why: str | None = None
+        self.disturbs: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -37,14 +46,15 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
             self.why = f"{func.name()} draws from a generator of its own, which nobody restores"
         elif self._checkpoint():
             self.why = CHECKPOINT_INSIDE
+        if func is _AUTOCASTS_INSIDE and _in_autocast():
+            self.disturbs = f"autocast casts inside of {_AUTOCASTS_INSIDE}, but not while it is watched"
         if self._save is None or not is_dear(func):
             return func(*args, **named)
-        devices = {each.device for each in tree_leaves((args, named)) if isinstance(each, torch.Tensor)}
+        devices = {each.device for each in tensors_among(tree_leaves((args, named)))}
         before = _random_states(devices)
         result = func(*args, **named)
         drew = not all(map(torch.equal, before, _random_states(devices)))
-        whole = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        versions = [(each.detach(), each._version) for each in whole]
+        versions = [(each.detach(), each._version) for each in tensors_among(tree_leaves(result))]
         self.kept[len(self._of)] = Result.of(func, result, self._save)
         self._of.append(Seen(Operation.of(func, args, named), self.saves, drew, versions))
         return result
@@ -165,10 +175,17 @@ class Loads(Protocol):
     def load(self) -> torch.Tensor: ...
 
 
+def tensors_among(leaves: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors in a flat sequence, in their order."""
+    return [each for each in leaves if isinstance(each, torch.Tensor)]
+
+
 Save = Callable[[torch.Tensor], Loads]
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 # Products, attention and convolutions, by the names that torch and the backends' packages give them.
 _DEAR = re.compile(r"attention|matmul|linear$|convolution|(^|_)conv|(^|_)(mm|bmm|mv|addmm|addbmm|baddbmm|addmv)$")
+# It is made of products that autocast would have of bfloat16, and no dispatch mode lets autocast see them.
+_AUTOCASTS_INSIDE = torch.ops.aten._trilinear.default
 CHECKPOINT_INSIDE = "it has a checkpoint of its own inside"
 
 
@@ -182,3 +199,9 @@ def is_dear(func: Any) -> bool:
 def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
     return states + [torch.get_device_module(each).get_rng_state(each) for each in devices if each.type != "cpu"]
+
+
+def _in_autocast() -> bool:
+    deep = deeper_autocast() > 1
+    less_deep_autocast()
+    return deep

@@ -63,6 +63,7 @@ CHECKPOINT_HOOKS = tuple(
 checkpoint_halves: Callable[..., Generator[None, None, None]] = _found(
     "utils.checkpoint._checkpoint_without_reentrant_generator"
 )
+CheckpointError: type[RuntimeError] = _found("utils.checkpoint.CheckpointError")
 REENTRANT_CHECKPOINT = f"{_found('utils.checkpoint.CheckpointFunction').__name__}Backward"
 
 # The transforms of torch.func, and what follows the Python code of a model.
@@ -85,6 +86,10 @@ current_stream: Callable[[int], torch.Stream] = _found("_C._accelerator_getStrea
 
 # Within, functions treat a tensor's type as if it had no __torch_function__ of its own.
 AsPlainTensors: Any = _found("_C.DisableTorchFunctionSubclass")
+
+# How deep in autocast contexts this thread is, one deeper and back again.
+deeper_autocast: Callable[[], int] = _found("autocast_increment_nesting")
+less_deep_autocast: Callable[[], int] = _found("autocast_decrement_nesting")
 
 # Sees each operator that is called on a tensor while it is entered.
 DispatchMode = TorchDispatchMode
