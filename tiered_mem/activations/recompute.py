@@ -214,22 +214,22 @@ class TrialCall(RecomputedCall):
         verdict = self._verdict
         if verdict.excluded:
             return right
-        error: Exception | None = None
         try:
             again = compute(twice.dropped)
         except torch.OutOfMemoryError:
             raise  # it tells nothing of the layer
-        except Exception as raised:
-            error, why = raised, _reason(raised)
-        else:
-            self._compared = True
-            if not self._exact or same_bits(right, again):
-                return right
-            why = f"a {right.dtype} tensor of shape {tuple(right.shape)} has other values the second time"
-        if verdict.trusted:
-            self._refuse(why, error)
-        verdict.exclude(why)
+        except Exception as error:
+            self._differs(_reason(error), error)
+            return right
+        self._compared = True
+        if self._exact and not same_bits(right, again):
+            self._differs(f"a {right.dtype} tensor of shape {tuple(right.shape)} has other values the second time")
         return right
+
+    def _differs(self, why: str, error: Exception | None = None) -> None:
+        if self._verdict.trusted:
+            self._refuse(why, error)
+        self._verdict.exclude(why)
 
     def gone(self) -> None:
         """One of what was saved is not needed any more. With the last one the layer is known."""
