@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from emulator.tests.launch import run
 from tests.activations.recomputing import HOWS, LAYERS, STEPS, Of, gradients, plain, same, saved_bytes, tiering
+from tests.conftest import EMULATED
 from tests.models import Layer, Stack, eventually, stack
 from tiered_mem import NotRepeatable
 from tiered_mem.activations.recompute import same_bits
@@ -576,3 +577,52 @@ with TieringManager(policy=LayerOrderPolicy(recompute="full"), device="cpu", hos
 def test_what_the_checkpoint_imports_keeps_no_frame(tmp_path: Path) -> None:
     found = run("-c", FIRST_FORWARD, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (found.stdout, found.returncode) == ("None\n", 0), found.stderr
+
+
+@pytest.mark.skipif(not EMULATED, reason="an emulated kernel comes to other bits")
+@pytest.mark.parametrize("how", HOWS)
+def test_a_kernel_that_gives_other_bits_the_second_time(
+    how: Any, device: str, device_module: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one element of one tensor. The step does not depend on it, and later ones neither."""
+    import ascend_emulator
+
+    model, x = stack(1, device)
+    right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        y = x.detach().requires_grad_()
+        model.zero_grad()
+        with context:
+            loss = model(y)
+        device_module.synchronize()
+        ascend_emulator.inject("aclnnGeluV2:1")
+        try:
+            loss.backward()
+        finally:
+            ascend_emulator.clear_faults()
+        assert same([y.grad, *(weight.grad for weight in model.parameters())], right)
+        assert "Layer is not computed again in backward, and keeps what it saves: a torch.float32" in caplog.text
+        assert same(gradients(model, x, lambda: context), right)
+
+
+@pytest.mark.skipif(not EMULATED, reason="an emulated kernel comes to other bits")
+def test_other_bits_in_a_trial_that_others_count_on(device: str, device_module: Any) -> None:
+    """The first layer has the trial, and comes last in backward: no gradient of its own is made."""
+    import ascend_emulator
+
+    model, x = stack(LAYERS, device)
+    x.requires_grad_()
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute="full")
+        with context:
+            loss = model(x)
+        device_module.synchronize()
+        ascend_emulator.inject(f"aclnnGeluV2:{LAYERS}")
+        try:
+            with pytest.raises(NotRepeatable, match="other values the second time"):
+                loss.backward()
+        finally:
+            ascend_emulator.clear_faults()
+        del loss
+        assert same(gradients(model, x, lambda: context), plain(model, x))

@@ -67,7 +67,7 @@ def judge(case: Case, *, races: bool) -> Verdict:
 
 
 def may_be_refused(program: ProgramPlan) -> bool:
-    """Whether a layer has a reason for which it cannot be computed again, and which may come late but never unsaid."""
+    """Whether a layer has a reason for which it cannot be computed again, of which a step may be told late."""
     autocast = program.autocast or any(call.autocast for call in program.calls)
     bilinear = any(step.name == "bilinear" for layer in program.layers for step in layer.steps)
     return any(program.quirks) or (autocast and bilinear)
