@@ -488,6 +488,73 @@ def test_a_layer_unlike_the_one_that_had_the_trial(how: Any, device: str) -> Non
         assert same(found, plain(model, x))
 
 
+class Cache:
+    """Of keys, one for each layer."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, torch.Tensor]] = []
+
+
+class Caches(nn.Module):
+    """Scales by what is in a cache, which it fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        y = self.inner(x.sin())
+        cache.layers.append({"keys": y})
+        return y.tanh() * len(cache.layers)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_cache_is_not_filled_twice(how: Any, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Cached(Of):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache = Cache()
+            for layer in self.layers:
+                x = layer(x, self.cache)
+            loss = x.pow(2).mean()
+            loss.register_hook(lambda gradient: self.cache.layers.clear())
+            return loss
+
+    model = Cached(Caches).to(device)
+    x = torch.randn(8, 64).to(device)
+    right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: context), right)
+    assert "it changes its argument, a Cache" in caplog.text
+
+
+class Plain(nn.Module):
+    """Attention without dropout, whose seed and offset are whatever was in the host's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.inner(x).view(8, 4, 16, 3, 64).unbind(3)
+        return x + functional.scaled_dot_product_attention(q, k, v).reshape(x.shape).sin()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_attention_comes_again(how: Any, device: str) -> None:
+    model = Of(Plain).to(device)
+    x = torch.randn(8, 64, 64).to(device)
+    right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: context), right)
+            junk = [torch.full((1,), number) for number in range(100)]  # what the next ones find in memory
+            del junk
+        assert all(each.excluded is None for each in manager._contexts._recomputer._kinds.values())
+
+
 def test_layers_of_other_modules_are_other_kinds(device: str) -> None:
     """Both norms have weights of the same shapes, and only one changes buffers."""
     model = Of(lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))).to(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +104,44 @@ def host_random() -> object:
     """The states of Python's and numpy's random numbers, which nobody restores."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else repr(numpy.random.get_state())
+
+
+def holds_more(argument: object) -> bool:
+    """Whether an argument is an object with attributes that a layer may change, such as a cache."""
+    return hasattr(argument, "__dict__") and not isinstance(argument, torch.Tensor | Module | type | Callable)
+
+
+def contents(thing: object) -> list[object]:
+    """What an object holds, in its attributes and what these hold in turn: tensors by identity, all else by value.
+
+    Of very many things these are the first ones.
+    """
+    found: list[object] = []
+    left, seen = [thing], set()
+    while left and len(found) < _MOST_CONTENTS:
+        each = left.pop()
+        if isinstance(each, int | float | str | None):
+            found.append(each)
+        elif isinstance(each, torch.Tensor):
+            found += (id(each), _version(each))
+        elif id(each) not in seen:
+            seen.add(id(each))
+            inside = _inside(each)
+            found += (id(each), len(inside))
+            left += inside
+    return found
+
+
+# Each layer of a model may have its part in a cache.
+_MOST_CONTENTS = 10_000
+
+
+def _inside(thing: object) -> list[object]:
+    if isinstance(thing, Mapping):
+        return list(thing.values())
+    if isinstance(thing, list | tuple):
+        return list(thing)
+    return list(vars(thing).values()) if holds_more(thing) else []
 
 
 def settings() -> tuple[object, ...]:

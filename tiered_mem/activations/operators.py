@@ -25,7 +25,8 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
 
     save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
     saves: how many tensors autograd has saved so far. why: the reason to exclude the layer, if there is one.
-    disturbs: the reason where it has come to other bits because it was watched.
+    disturbs: the reason where it has come to other bits because it was watched. unwritten: results that hold what
+    was in memory, and that nobody reads.
     """
 
     def __init__(self, save: Save | None, checkpoint: Callable[[], bool]) -> None:
@@ -37,6 +38,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
         self.saves = 0
         self.why: str | None = None
         self.disturbs: str | None = None
+        self.unwritten: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -48,13 +50,18 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
             self.why = CHECKPOINT_INSIDE
         if func is _AUTOCASTS_INSIDE and _in_autocast():
             self.disturbs = f"autocast casts inside of {_AUTOCASTS_INSIDE}, but not while it is watched"
-        if self._save is None or not is_dear(func):
+        if not is_dear(func):
             return func(*args, **named)
         devices = {each.device for each in tensors_among(tree_leaves((args, named)))}
         before = _random_states(devices)
         result = func(*args, **named)
         drew = not all(map(torch.equal, before, _random_states(devices)))
-        versions = [(each.detach(), each._version) for each in tensors_among(tree_leaves(result))]
+        tensors = tensors_among(tree_leaves(result))
+        if not drew:
+            self.unwritten += _numbers_of_a_draw(tensors)
+        if self._save is None:
+            return result
+        versions = [(each.detach(), each._version) for each in tensors]
         self.kept[len(self._of)] = Result.of(func, result, self._save)
         self._of.append(Seen(Operation.of(func, args, named), self.saves, drew, versions))
         return result
@@ -194,6 +201,13 @@ def is_dear(func: Any) -> bool:
     """Whether an operator computes for long, for each byte of its result."""
     name = func.name().partition("::")[2].partition(".")[0]
     return "backward" not in name and _DEAR.search(name) is not None
+
+
+def _numbers_of_a_draw(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The seed and the offset that torch_npu's attention returns on the host. Without dropout nobody writes them."""
+    if all(each.device.type == "cpu" for each in results):
+        return []
+    return [each for each in results if each.device.type == "cpu" and each.dtype is torch.int64]
 
 
 def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:

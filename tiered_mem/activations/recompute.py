@@ -32,7 +32,7 @@ from ..ground.arguments import one_of
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import plain_tensors
 from ..policies.base import How
-from .call import Call, Kind, host_random
+from .call import Call, Kind, contents, holds_more, host_random
 from .hooks import ForwardPass, Saved, is_checkpoint, saving_hook
 from .operators import CHECKPOINT_INSIDE, GiveResults, KeepResults, Operation, Watch, tensors_among
 
@@ -207,7 +207,8 @@ class TrialCall(RecomputedCall):
         self._saves += 1
         self._watch.saves = self._saves
         self._left += 1
-        return Twice(self, drop(tensor), self._call.forward.pack(tensor))
+        unwritten = any(tensor is each or tensor.data_ptr() == each.data_ptr() for each in self._watch.unwritten)
+        return Twice(self, drop(tensor), self._call.forward.pack(tensor), exact=self._exact and not unwritten)
 
     def _unpack(self, compute: Callable[[Any], torch.Tensor], twice: Twice) -> torch.Tensor:
         right = self._call.forward.unpack(twice.kept)
@@ -222,7 +223,7 @@ class TrialCall(RecomputedCall):
             self._differs(_reason(error), error)
             return right
         self._compared = True
-        if self._exact and not same_bits(right, again):
+        if twice.exact and not same_bits(right, again):
             self._differs(f"a {right.dtype} tensor of shape {tuple(right.shape)} has other values the second time")
         return right
 
@@ -250,6 +251,7 @@ class Look:
         self._call = call
         self._leaves = call.leaves
         self._random = host_random()
+        self._arguments = [(each, contents(each)) for each in call.leaves if holds_more(each)]
         # Batch norm changes its statistics and no version tells.
         self._buffers = {name: each.detach().clone() for name, each in call.module.named_buffers()}
 
@@ -260,6 +262,12 @@ class Look:
         for name, each in self._call.module.named_buffers():
             if name not in self._buffers or not same_bits(self._buffers[name], each):
                 return f"it changes its buffer {name}"
+        for argument, before in self._arguments:
+            if contents(argument) != before:
+                return (
+                    f"it changes its argument, a {type(argument).__name__}. A model of transformers fills no cache of "
+                    "keys and values with use_cache=False"
+                )
         if host_random() != self._random:
             return "it draws random numbers of Python or numpy, which nobody restores"
         if any(node.name() == REENTRANT_CHECKPOINT for node in _nodes(output, self._leaves)):
@@ -268,12 +276,16 @@ class Look:
 
 
 class Twice:
-    """What autograd keeps of a tensor in a trial: what the checkpoint makes of it, and the tensor."""
+    """What autograd keeps of a tensor in a trial: what the checkpoint makes of it, and the tensor.
 
-    __slots__ = ("dropped", "kept", "trial")
+    exact: the two have to be the same, bit by bit.
+    """
 
-    def __init__(self, trial: TrialCall, dropped: Any, kept: Saved) -> None:
+    __slots__ = ("dropped", "exact", "kept", "trial")
+
+    def __init__(self, trial: TrialCall, dropped: Any, kept: Saved, *, exact: bool) -> None:
         self.trial = trial
+        self.exact = exact
         self.dropped = dropped
         self.kept = kept
 
