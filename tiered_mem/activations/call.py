@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ..device.torch_private import tree_unflatten
+from ..device.torch_private import is_compiled, tree_unflatten
 from ..errors import NotRepeatable
 from ..policies.base import How
 from .hooks import ForwardPass
@@ -22,6 +22,8 @@ class Call:
 
     Of weights it is the tensors themselves that count: FSDP2 puts others into their places after the forward. The
     checkpoint sees to the inputs from the forward's end on.
+
+    compiled: a part of the layer is. A dispatch mode would make it run as it was written.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Call:
         self.leaves = leaves
         self._structure = structure
         self._modes = [(each, each.training) for each in module.modules()]
+        self.compiled = any(is_compiled(each) for each, _ in self._modes)
         self._weights = [(name, each, _version(each)) for name, each in module.named_parameters()]
         self._buffers = [
             (each._buffers, name, tensor, _version(tensor))

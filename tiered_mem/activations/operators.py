@@ -40,6 +40,10 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
         self.disturbs: str | None = None
         self.unwritten: list[torch.Tensor] = []
 
+    def __enter__(self) -> Any:
+        self._autocast, self._deep = _autocast_is_on(), _depth_of_autocast()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if func.namespace in _COLLECTIVES:
@@ -48,7 +52,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
             self.why = f"{func.name()} draws from a generator of its own, which nobody restores"
         elif self._checkpoint():
             self.why = CHECKPOINT_INSIDE
-        if func is _AUTOCASTS_INSIDE and _in_autocast():
+        if func is _AUTOCASTS_INSIDE and (self._autocast or _depth_of_autocast() > self._deep):
             self.disturbs = f"autocast casts inside of {_AUTOCASTS_INSIDE}, but not while it is watched"
         if not is_dear(func):
             return func(*args, **named)
@@ -204,7 +208,7 @@ def is_dear(func: Any) -> bool:
 
 
 def _numbers_of_a_draw(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The seed and the offset that torch_npu's attention returns on the host. Without dropout nobody writes them."""
+    """The seed and the offset that torch_npu's attention returns on the host: blank without dropout."""
     if all(each.device.type == "cpu" for each in results):
         return []
     return [each for each in results if each.device.type == "cpu" and each.dtype is torch.int64]
@@ -215,7 +219,13 @@ def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     return states + [torch.get_device_module(each).get_rng_state(each) for each in devices if each.type != "cpu"]
 
 
-def _in_autocast() -> bool:
-    deep = deeper_autocast() > 1
+def _autocast_is_on() -> bool:
+    """On this thread, for the CPU or the device. Within a dispatch mode it looks as if it was off."""
+    device = torch.accelerator.current_accelerator()
+    return any(torch.is_autocast_enabled(kind) for kind in {"cpu", "cpu" if device is None else device.type})
+
+
+def _depth_of_autocast() -> int:
+    deep = deeper_autocast() - 1
     less_deep_autocast()
     return deep

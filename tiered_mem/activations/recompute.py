@@ -90,6 +90,8 @@ class Recomputer:
         if verdict.excluded or (trial is not None and trial.running):
             return None
         call = Call(forward, layer, module, leaves, structure)
+        if call.compiled:
+            how = "full"
         if module in verdict.equal or (trial is not None and not self._at_once):
             verdict.trusted = True
             return TrustedCall(call, verdict, how, known=module in verdict.equal)
@@ -151,7 +153,7 @@ class TrustedCall(RecomputedCall):
             return [hooks]
         watch = Watch(None, lambda: is_checkpoint() and saving_hook() is not drop)
         self._look = Look(self._call, watch)
-        return [hooks, watch]
+        return [hooks] if self._call.compiled else [hooks, watch]
 
     def _unpack(self, compute: Callable[[Any], torch.Tensor], dropped: Any) -> torch.Tensor:
         try:
@@ -200,7 +202,7 @@ class TrialCall(RecomputedCall):
     def _around(self) -> Sequence[AbstractContextManager[Any]]:
         drop, compute = checkpoint_hooks()
         hooks = saved_tensors_hooks(functools.partial(self._pack, drop), functools.partial(self._unpack, compute))
-        return [hooks, self._watch]
+        return [hooks] if self._call.compiled else [hooks, self._watch]
 
     @uninterrupted
     def _pack(self, drop: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Twice:
@@ -264,10 +266,8 @@ class Look:
                 return f"it changes its buffer {name}"
         for argument, before in self._arguments:
             if contents(argument) != before:
-                return (
-                    f"it changes its argument, a {type(argument).__name__}. A model of transformers fills no cache of "
-                    "keys and values with use_cache=False"
-                )
+                cache = "A model of transformers fills no cache of keys and values with use_cache=False"
+                return f"it changes its argument, a {type(argument).__name__}. {cache}"
         if host_random() != self._random:
             return "it draws random numbers of Python or numpy, which nobody restores"
         if any(node.name() == REENTRANT_CHECKPOINT for node in _nodes(output, self._leaves)):

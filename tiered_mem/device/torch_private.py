@@ -6,6 +6,7 @@ each tensor that is saved, and an alias calls nothing in Python.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from operator import attrgetter
@@ -152,6 +153,15 @@ def compile_never(function: Callable[..., Any], why: str) -> None:
     _set_strategy(marked.__code__, _Strategy(_SKIP, _SKIP))
     marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
     marked._torchdynamo_disable_msg = why
+
+
+_found("nn.Module._compiled_call_impl")
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile has the module, in its place or around it."""
+    around = getattr(sys.modules.get(DYNAMO), "OptimizedModule", None)
+    return module._compiled_call_impl is not None or (around is not None and isinstance(module, around))
 
 
 def npu_format() -> Callable[[torch.Tensor], int]:
