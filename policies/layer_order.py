@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from ..ground.arguments import whole_number
+from ..ground.arguments import one_of, whole_number
 from .base import Action, Advice, Each, How, Offload, Recompute, Release, Reload
 from .by_layer import Graph, LayerPolicy, in_turn
 
@@ -55,10 +55,8 @@ class LayerOrderPolicy(LayerPolicy["_Plan"]):
             whole_number("offload", offload, at_least=0)
         if in_flight is not None:
             whole_number("in_flight", in_flight, at_least=0)
-        if recompute is not None and recompute not in get_args(How):
-            raise ValueError(f'recompute is "cheap", "full" or None, not {recompute!r}')
         super().__init__()
-        self._recompute = recompute
+        self._recompute = one_of("recompute", recompute, (*get_args(How), None))
         self._offload_layers = offload
         self._in_flight = in_flight
 

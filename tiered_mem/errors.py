@@ -97,6 +97,7 @@ class NotRepeatable(TieredMemError, RuntimeError):
     """
 
     def __init__(self, layer: str, why: str) -> None:
+        self.why = why
         super().__init__(
             f"{layer} cannot be computed again in backward: {why}. From now on it keeps what it saves: zero the "
             "gradients and make the step anew. TieringManager(recompute=False) computes nothing again"

@@ -38,7 +38,9 @@ class Fault:
     """One way in which the device fails.
 
     function: one of FUNCTIONS, whose variants (aclrtMallocHostWithCfg and the like) count as calls of it; or
-        "device", which counts the operations that are put on streams. A device stays lost until clear_faults().
+        "device", which counts the operations that are put on streams. A device stays lost until clear_faults(). Or
+        an operator such as "aclnnGelu", which does not fail: the last bit of the first element that it writes is
+        another one, as with a kernel whose result depends on timing.
     nth: the call that fails, counted from 1. It fails once.
     probability: that of each call, in (0, 1], drawn from `seed`. Either this or nth is given.
     code: what the call returns; None is what CANN returns in such a case.
@@ -53,9 +55,11 @@ class Fault:
     code: int | None = None
 
     def __post_init__(self) -> None:
-        if self.function not in (*FUNCTIONS, DEVICE):
+        kernel = self.function.startswith("aclnn")
+        if self.function not in (*FUNCTIONS, DEVICE) and not kernel:
             raise EmulatorError(
-                f"{self.function!r} cannot be told to fail; known are {', '.join(FUNCTIONS)}, and {DEVICE!r}. "
+                f"{self.function!r} cannot be told to fail; known are {', '.join(FUNCTIONS)}, {DEVICE!r}, and "
+                "operators such as 'aclnnGelu', which come to other bits. "
                 "A variant of one of these counts as that one"
             )
         if (self.nth is None) == (self.probability is None):
@@ -68,6 +72,8 @@ class Fault:
             raise EmulatorError(f"a seed is at least 0 and belongs to a probability; {self.seed} cannot be used")
         if self.code is not None and not 0 < self.code < 1 << 31:
             raise EmulatorError(f"an error code is above 0, not {self.code}")
+        if self.code is not None and kernel:
+            raise EmulatorError(f"{self.function} comes to other bits, and returns no error code")
 
     @classmethod
     def parse(cls, text: str) -> "Fault":

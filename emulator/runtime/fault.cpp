@@ -31,6 +31,9 @@ const std::map<std::string, aclError> kCodes{
     {"HcclBroadcast", kHcclInternal},
 };
 constexpr const char* kDevice = "device";  // fails with the operation, and stays lost
+constexpr aclError kStruck = ACL_ERROR_RT_INTERNAL_ERROR;  // nobody is told of a kernel that gives other bits
+
+bool is_kernel(const std::string& function) { return function.starts_with("aclnn"); }
 
 struct Fault {
   uint64_t calls_left;  // 0: by probability
@@ -47,8 +50,10 @@ class Faults {
   }
 
   bool set(const std::string& function, uint64_t nth, double probability, uint64_t seed, aclError code) {
-    if (!kCodes.contains(function) && function != kDevice) return false;
+    const bool kernel = is_kernel(function);
+    if (!kCodes.contains(function) && function != kDevice && !kernel) return false;
     std::lock_guard lock(mutex_);
+    if (kernel) code = kStruck;
     if (code == ACL_SUCCESS) code = function == kDevice ? ACL_ERROR_RT_LOST_HEARTBEAT : kCodes.at(function);
     faults_[function] = {nth, probability, std::mt19937_64(seed), code};
     any_ = true;
@@ -108,9 +113,19 @@ aclError count_towards_loss() {
   return lost();
 }
 
+void give_other_bits(Operation& operation) {
+  if (!is_kernel(operation.name) || operation.writes.empty()) return;
+  if (Faults::get().strikes(operation.name.c_str()) == ACL_SUCCESS) return;
+  const Range first = operation.writes.front();
+  operation.body = [body = std::move(operation.body), first] {
+    body();
+    if (first.nbytes > 0) *static_cast<unsigned char*>(const_cast<void*>(first.begin)) ^= 1;
+  };
+}
+
 }  // namespace emulator
 
-// For the Python package. nth: the call that fails, counted from 1, once; 0: each call, with that probability.
+// For the Python package. A kernel does not fail, but gives other bits. nth: the call that fails, counted from 1, once; 0: each call, with that probability.
 // code: 0 is the one that CANN fails with. Returns 0 for a function that cannot be told to fail.
 ACL_EXPORT int ascend_emulator_set_fault(const char* function, uint64_t nth, double probability, uint64_t seed,
                                          int code) {

@@ -18,4 +18,7 @@ aclError lost();
 // Counts one operation towards the one with which the device is lost. Returns what submit() is to return.
 aclError count_towards_loss();
 
+// A kernel that was told to comes to another value in the last bit of the first element that it writes.
+void give_other_bits(Operation& operation);
+
 }  // namespace emulator

@@ -302,6 +302,7 @@ aclError submit(aclrtStream handle, Operation operation) {
   if (touches_freed_memory(operation)) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, operation.name + ": memory that was freed");
   }
+  give_other_bits(operation);
   // Asked before any lock is taken: to know where the program is, Python's own lock is needed.
   const int site = Detector::on() && operation.body ? Detector::get().site() : 0;
   stream->push(std::move(operation), site);

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ascend_emulator
 import pytest
+import torch
 from ascend_emulator import EmulatorError, Fault
 
 from emulator.tests.acl import H2D, PINNED, Acl, Attributes, Batch, byte_at, fill
@@ -29,6 +30,7 @@ TEXTS = {
     "aclrtMemcpyAsync:p=0.01,seed=7": Fault("aclrtMemcpyAsync", probability=0.01, seed=7),
     "aclrtMemcpy:p=1.0": Fault("aclrtMemcpy", probability=1),
     "aclrtCreateEvent:p=1e-06,code=5": Fault("aclrtCreateEvent", probability=1e-6, code=5),
+    "aclnnGelu:2": Fault("aclnnGelu", nth=2),
     "device:100,code=507899": Fault("device", nth=100, code=507899),
 }
 
@@ -72,6 +74,10 @@ def test_what_is_not_a_fault(text: str) -> None:
         ({"function": "aclrtMalloc", "probability": 0.5, "seed": -1}, "-1 cannot be used"),
         ({"function": "aclrtMalloc", "nth": 1, "seed": 1}, "belongs to a probability"),
         ({"function": "aclrtMalloc", "nth": 1, "code": 0}, "an error code is above 0, not 0"),
+        (
+            {"function": "aclnnGelu", "nth": 1, "code": 1},
+            "aclnnGelu comes to other bits, and returns no error code",
+        ),
     ],
 )
 def test_a_fault_that_means_nothing(wrong: dict[str, object], message: str) -> None:
@@ -367,3 +373,18 @@ def test_what_torch_makes_of_faults(tmp_path: Path) -> None:
         "new_block RuntimeError 507010",
         "[2.0, 2.0, 2.0, 2.0]",
     ]
+
+
+def test_an_operator_that_comes_to_other_bits() -> None:
+    """The second call, in the last bit of its first element."""
+    x = torch.ones(2, 3, device="npu")
+    right = torch.nn.functional.gelu(x).cpu()
+    ascend_emulator.inject("aclnnGeluV2:2")
+    try:
+        found = [torch.nn.functional.gelu(x).cpu() for _ in range(3)]
+    finally:
+        ascend_emulator.clear_faults()
+    assert torch.equal(found[0], right)
+    assert torch.equal(found[2], right)
+    wrong = found[1].view(torch.int32) - right.view(torch.int32)
+    assert wrong.flatten().abs().tolist() == [1, 0, 0, 0, 0, 0]

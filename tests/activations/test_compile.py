@@ -74,6 +74,26 @@ def test_compiled_layers(
     assert manager.stats()["reloads_on_demand.total"] == 0
 
 
+@pytest.mark.parametrize("how", ["cheap", "full"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", [in_place, wrapped])
+def test_compiled_layers_that_are_computed_again(
+    device: str, make_manager: MakeManager, make: Callable[..., nn.Module], backend: str, how: Any
+) -> None:
+    model, x = small_stack(3, device)
+    forward = make(model, backend=backend)
+    expected = backward(forward(x), model, x)
+    manager = make_manager(0)
+    offload = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+    for _ in range(5):  # each layer has its trial in one of the first
+        with offload:
+            loss = forward(x)
+        assert equal(backward(loss, model, x), expected)
+        del loss
+    (kind,) = manager._contexts._recomputer._kinds.values()
+    assert (kind.excluded, len(kind.equal)) == (None, 3)
+
+
 @pytest.mark.parametrize("make", [in_place, whole])
 def test_compiled_in_the_context_first(
     device: str, make_manager: MakeManager, make: Callable[..., nn.Module]

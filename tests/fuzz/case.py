@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from tests.fuzz.again import answering, draw_again
 from tests.fuzz.policies import draw_policy
-from tests.fuzz.program import ProgramPlan, draw_program
+from tests.fuzz.program import ProgramPlan, draw_program, draw_quirks
 from tests.fuzz.scenario import SCENARIOS
 from tests.fuzz.tiering import ManagerPlan, draw_manager
 
@@ -42,7 +43,9 @@ class Case:
         lines[-1] += f"whole numbers in: {self.program.integer_input}"
         for number, layer in enumerate(self.program.layers):
             steps = " ".join(step.name for step in layer.steps)
-            lines.append(f"  layer {number}: {steps} -> {layer.returns}; inner {layer.inner}, tied {layer.tied}")
+            quirk = self.program.quirks[number] or "no quirk"
+            more = f"inner {layer.inner}, tied {layer.tied}, {quirk}"
+            lines.append(f"  layer {number}: {steps} -> {layer.returns}; {more}")
         lines += [f"  {call}" for call in self.program.calls]
         lines += [f"  {manager}" for manager in self.managers]
         return "\n".join(lines)
@@ -67,4 +70,9 @@ def draw_case(number: int, device: str, *, calls: int | None = None) -> Case:
         plan = draw_manager(rng, policy, make)
         known = plan.layered and buffers and "buffers in a layer context" in NOT_YET
         managers.append(replace(plan, layered=False) if known else plan)
+    # Drawn last, so that all else of a case is what it was before these were drawn.
+    for place, plan in enumerate(managers):
+        again, seed = draw_again(rng, alone=len(managers) == 1), rng.randrange(1 << 30)
+        managers[place] = replace(plan, make_policy=answering(plan.make_policy, again, seed), again=again)
+    program = replace(program, quirks=draw_quirks(rng, len(program.layers)))
     return Case(number, device, program.cut(calls), scenario, tuple(managers))

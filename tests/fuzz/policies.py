@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -93,7 +94,7 @@ def draw_policy(rng: random.Random, num_layers: int) -> tuple[str, Callable[[], 
             in_flight = rng.choice((0, 0, 1, 2))
             return (
                 f"LayerOrderPolicy({count}, in_flight={in_flight})",
-                lambda: LayerOrderPolicy(count, in_flight=in_flight),
+                partial(LayerOrderPolicy, count, in_flight=in_flight),
             )
         case "lru":
             budget = 1 << rng.randint(6, 19)

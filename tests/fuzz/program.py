@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -76,7 +77,10 @@ class Call:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """All that a program is made of. A program with the same plan is the same to the last bit."""
+    """All that a program is made of. A program with the same plan is the same to the last bit.
+
+    quirks: for each layer None, or the reason for which it must not be computed again.
+    """
 
     seed: int
     rows: int
@@ -85,6 +89,7 @@ class ProgramPlan:
     calls: tuple[Call, ...]
     autocast: bool
     integer_input: bool
+    quirks: tuple[str | None, ...] = ()
 
     def cut(self, calls: int | None) -> ProgramPlan:
         """With so many calls at most."""
@@ -117,13 +122,18 @@ MODULES: dict[str, tuple[Callable[[int], nn.Module], Callable[[nn.Module, Tensor
     ),
 }
 SPECIAL = ("inner", "tied")
+QUIRKS = ("buffer", "input", "generator", "python", "numpy", "checkpoint")
 
 
 class Layer(nn.Module):
     """A random graph of operations over its inputs, which it adds to the first of them."""
 
-    def __init__(self, plan: LayerPlan, at: At, inner: Layer | None, tied: nn.Linear) -> None:
+    def __init__(self, plan: LayerPlan, at: At, inner: Layer | None, tied: nn.Linear, quirk: str | None) -> None:
         super().__init__()
+        self._quirk = quirk
+        self._generator = torch.Generator().manual_seed(0)
+        if quirk == "buffer":
+            self.register_buffer("seen", torch.ones(()))
         self._plan, self._at = plan, at
         self.fails = False
         self.inner = inner
@@ -134,6 +144,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, skip: Tensor | None = None, matrix: Tensor | None = None) -> Any:
         at = self._at
+        x = self._odd(x)
         values = [x, x * 0.5 if skip is None else skip]
         if matrix is not None:
             with torch.autocast(x.device.type, enabled=False):  # which would cast x alone
@@ -149,6 +160,26 @@ class Layer(nn.Module):
             return out
         aside = fit(values[len(values) // 2], at).tanh()
         return (out, aside) if self._plan.returns == "tuple" else {"out": out, "aside": aside}
+
+    def _odd(self, x: Tensor) -> Tensor:
+        """The input, after what the layer does that it must not do twice."""
+        match self._quirk:
+            case "buffer":
+                with torch.no_grad():
+                    self.seen += 0.125
+                return x * self.seen.clone()
+            case "input":
+                with torch.no_grad():
+                    x.mul_(1.125)
+            case "generator":
+                return x * torch.rand(x.shape[-1:], generator=self._generator).to(x.device)
+            case "python":
+                return x * random.random()
+            case "numpy":
+                return x * float(numpy.random.random())
+            case "checkpoint":
+                return checkpoint(torch.tanh, x, use_reentrant=False)
+        return x
 
     def _do(self, step: Step, part: nn.Module, a: Tensor, b: Tensor) -> Tensor:
         at = self._at._replace(share=step.share)
@@ -176,12 +207,14 @@ class Program(nn.Module):
         self.plan, self.device = plan, device
         self._at = At(plan.rows, plan.width, 0.5)
         torch.manual_seed(plan.seed)
+        random.seed(plan.seed)
+        numpy.random.seed(plan.seed)
         self.tied = nn.Linear(plan.width, plan.width)
         self.first = nn.Embedding(16, plan.width)
         made: list[Layer] = []
-        for layer in plan.layers:
+        for layer, quirk in zip(plan.layers, plan.quirks, strict=True):
             inner = None if layer.inner is None else made[layer.inner]
-            made.append(Layer(layer, self._at, inner, self.tied))
+            made.append(Layer(layer, self._at, inner, self.tied, quirk))
         self.layers = nn.ModuleList(made)
         self.to(device)
 
@@ -286,3 +319,9 @@ def _draw_call(rng: random.Random, layer: int, place: int) -> Call:
         between=rng.random() < 0.2,
         matrix=rng.random() < 0.1,
     )
+
+
+def draw_quirks(rng: random.Random, layers: int) -> tuple[str | None, ...]:
+    """For each layer the reason for which it must not be computed again. Most programs have none."""
+    some = rng.random() < 0.3
+    return tuple(rng.choice(QUIRKS) if some and rng.random() < 0.3 else None for _ in range(layers))

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tests.fuzz.again import NOTHING_AGAIN, AgainPlan
 from tests.fuzz.policies import ACTIONS
 from tests.fuzz.program import Nothing, Program
 from tests.models import eventually, is_empty
@@ -23,7 +24,8 @@ class ManagerPlan:
     """One manager and its context. arguments: of TieringManager, but for the policy, the device and the folder.
 
     layered: a LayerContext in place of an OffloadContext. synced: its sync is called. acts: the probability that
-    manager.act is called, beside what the policy does, where a layer begins, ends or runs backward.
+    manager.act is called, beside what the policy does, where a layer begins, ends or runs backward. again: what is
+    computed again in backward.
     """
 
     policy: str
@@ -35,6 +37,7 @@ class ManagerPlan:
     variable_depth: bool
     synced: bool
     acts: float
+    again: AgainPlan = NOTHING_AGAIN
 
 
 def draw_manager(rng: random.Random, policy: str, make_policy: Callable[[], Policy]) -> ManagerPlan:
@@ -71,20 +74,28 @@ class Tiered:
         self._layers = list(program.layers)
         self.folder = folder
         disk = {} if plan.disk is None else {"spill_dir": folder, **plan.disk}
-        self.manager = TieringManager(policy=plan.make_policy(), device=program.device, **plan.arguments, **disk)
-        self.context: Any
+        arguments = plan.arguments | disk | {"recompute": plan.again.allowed}
+        self.manager = TieringManager(policy=plan.make_policy(), device=program.device, **arguments)
+        self.context: Any = None
+        self._handle: Any = None
         if plan.layered:
             # As many layers as the policy was drawn for.
             self.context = self.manager.layer_context(
                 len(self._layers), min_bytes=plan.min_bytes, variable_depth=plan.variable_depth
             )
+        elif plan.again.attached:
+            self._handle = self.manager.attach(
+                program, layers=self._layers, min_bytes=plan.min_bytes, recompute=plan.again.asked
+            )
         else:
-            self.context = self.manager.offload_context(self._layers, min_bytes=plan.min_bytes)
+            self.context = self.manager.offload_context(
+                self._layers, min_bytes=plan.min_bytes, recompute=plan.again.asked
+            )
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[Any]:
-        """Around a forward: entered here, or by each layer. Gives what is around the layers."""
-        if self._plan.layered:
+        """Around a forward: entered here, or by each layer, or by itself. Gives what is around the layers."""
+        if self._plan.layered or self._handle is not None:
             yield self
             return
         with self.context:
@@ -111,6 +122,8 @@ class Tiered:
 
     def refuses_to_nest(self) -> bool:
         """Whether a context that is entered refuses to be entered again, and goes on as if nothing had been."""
+        if self.context is None:
+            return True
         with self.context:
             try:
                 self.context.__enter__()
@@ -120,8 +133,10 @@ class Tiered:
 
     def let_go(self) -> str | None:
         """Forgets the layers and the context. Which layer still has a hook."""
+        if self._handle is not None:
+            self._handle.remove()
         hooked = [number for number, layer in enumerate(self._layers) if has_hooks(layer)]
-        self._layers, self.context = [], None
+        self._layers, self.context, self._handle = [], None, None
         return f"hooks are left on layers {hooked}" if hooked else None
 
     def left_behind(self) -> str | None:

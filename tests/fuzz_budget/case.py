@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.fuzz_budget.models import COSTS, KINDS, ModelPlan
+from tiered_mem.policies.base import How
 
 MIB = 1 << 20
 # Of the tensors of one forward, and of all forwards, at most; but two layers, and four steps.
@@ -48,7 +49,10 @@ class OptimizerPlan:
 
 @dataclass(frozen=True)
 class ManagerPlan:
-    """share: the budget, of the most that the plain run takes. host: what the host tier holds, of that."""
+    """share: the budget, of the most that the plain run takes. host: what the host tier holds, of that.
+
+    recompute: how layers are computed again, which the model is attached or the context entered with.
+    """
 
     share: float
     host: float
@@ -56,6 +60,7 @@ class ManagerPlan:
     slowdown: float | None
     min_bytes: int | None
     entry: str
+    recompute: How | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def draw_case(number: int) -> Case:
     kind = rng.choices(("plain", "accumulate", "retain", "penalty", "two"), (8, 3, 3, 3, 3))[0]
     model = _draw_model(rng)
     steps = _draw_steps(rng, model, kind)
-    return Case(
+    case = Case(
         number,
         model,
         rng.choices((None, "gan", "teacher"), (8, 1, 1))[0],
@@ -93,6 +98,9 @@ def draw_case(number: int) -> Case:
         steps,
         (rng.randrange(1, len(steps)), rng.choice((1, 4, 16)) * model.nbytes) if rng.random() < 0.08 else None,
     )
+    # Drawn last, so that all else of a case is what it was before this was drawn.
+    again: How | None = rng.choices((None, "cheap", "full"), (2, 1, 1))[0]
+    return replace(case, manager=replace(case.manager, recompute=again))
 
 
 def _draw_model(rng: random.Random) -> ModelPlan:

@@ -160,7 +160,8 @@ class Training:
 
     def _enter(self, manager: TieringManager) -> None:
         plan = self._case.manager
-        least = {} if plan.min_bytes is None else {"min_bytes": plan.min_bytes}
+        least: dict[str, Any] = {} if plan.min_bytes is None else {"min_bytes": plan.min_bytes}
+        least["recompute"] = plan.recompute
         if plan.entry == "context":
             context = manager.offload_context(self._model, **least)
             self._entered = lambda: context

@@ -24,7 +24,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: E402
 from tests.models import Stack  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
 from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
+from tiered_mem.policies.base import How  # noqa: E402
 
+HOWS: tuple[How, ...] = ("cheap", "full")
 RANK = int(os.environ["RANK"])
 STEPS = 3
 
@@ -32,9 +34,12 @@ When = Literal["plain", "before", "after"]
 
 
 class Loop:
-    """A training, the same each time. registered: before or after `prepare`, or not at all."""
+    """A training, the same each time. registered: before or after `prepare`, or not at all.
 
-    def __init__(self, registered: When) -> None:
+    recompute: how the layers are computed again.
+    """
+
+    def __init__(self, registered: When, recompute: How | None = None) -> None:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
@@ -52,7 +57,7 @@ class Loop:
         if registered == "after":
             self.optimizer.optimizer = self.manager.register_optimizer(self.optimizer.optimizer)
         if registered != "plain":
-            self.manager.attach(self.model, min_bytes=1)
+            self.manager.attach(self.model, min_bytes=1, recompute=recompute)
 
     def train(self, first: int = 0) -> Any:
         """The losses of some steps, and a digest of this rank's weights after them."""
@@ -106,6 +111,11 @@ def main(folder: Path) -> None:
         loop.accelerator.save_state(str(folder / registered))
         found[f"{registered} goes on"] = loop.train(STEPS)
         found[f"{registered} moved"] = loop.manager.stats()["offloaded.blocks.total"]
+    for how in HOWS:
+        loop = Loop("after", how)
+        found[how] = [loop.train(), loop.train(STEPS)]
+        kinds = loop.manager._contexts._recomputer._kinds.values()
+        found[f"{how} treated"] = [(kind.excluded, len(kind.equal)) for kind in kinds]
     for first, second in (("plain", "plain"), ("plain", "after"), ("after", "plain"), ("after", "after")):
         loop = Loop(second)  # type: ignore[arg-type]
         loop.accelerator.load_state(str(folder / first))

@@ -23,6 +23,10 @@ def test_a_sharded_training_is_the_plain_one_and_resumes_in_all_directions(tmp_p
             assert line[registered] == line["plain"]
             assert line[f"{registered} goes on"] == line["plain goes on"]
             assert line[f"{registered} moved"] > 0
+        for how in ("cheap", "full"):
+            assert line[how] == [line["plain"], line["plain goes on"]]
+            # The first layer's input wants no gradient.
+            assert sorted(line[f"{how} treated"]) == [[None, 1], [None, 3]]
         for direction in ("plain to plain", "plain to after", "after to plain", "after to after"):
             assert line[direction] == line["plain goes on"], direction
         assert "are not the model's any more" in line["made before"]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-import torch
 from torch.nn import Module, ModuleList, Sequential
 
 from ..device.torch_private import tree_leaves
 from ..policies.base import How
 from .hooks import ForwardPass, computes_again, is_checkpoint, refuse_rivals
+from .operators import tensors_among
 from .recompute import RecomputedCall, Recomputer
 
 _log = logging.getLogger("tiered_mem.activations")
@@ -202,4 +202,4 @@ def _has_weights(module: Module) -> bool:
 
 def _has_graph(output: object) -> bool:
     """Whether a layer's output is of use to backward, for which the layer has to have saved something."""
-    return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in tree_leaves(output))
+    return any(each.grad_fn is not None for each in tensors_among(tree_leaves(output)))

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..device.torch_private import DispatchMode, tree_flatten, tree_leaves, tree_unflatten
+from ..device.torch_private import (
+    DispatchMode,
+    deeper_autocast,
+    less_deep_autocast,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from ..errors import NotRepeatable
 
 
@@ -18,8 +25,8 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
 
     save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
     saves: how many tensors autograd has saved so far. why: the reason to exclude the layer, if there is one.
-    unset: results that mean nothing. Attention on an NPU returns the random state that it began with, on the host;
-    where it drew nothing that is memory which nobody has written to.
+    disturbs: the reason where it has come to other bits because it was watched. unwritten: results that hold what
+    was in memory, and that nobody reads.
     """
 
     def __init__(self, save: Save | None, checkpoint: Callable[[], bool]) -> None:
@@ -28,9 +35,14 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
         self._checkpoint = checkpoint
         self._of: list[Seen] = []
         self.kept: dict[int, Result] = {}
-        self.unset: list[torch.Tensor] = []
         self.saves = 0
         self.why: str | None = None
+        self.disturbs: str | None = None
+        self.unwritten: list[torch.Tensor] = []
+
+    def __enter__(self) -> Any:
+        self._autocast, self._deep = _autocast_is_on(), _depth_of_autocast()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -40,25 +52,23 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
             self.why = f"{func.name()} draws from a generator of its own, which nobody restores"
         elif self._checkpoint():
             self.why = CHECKPOINT_INSIDE
+        if func is _AUTOCASTS_INSIDE and (self._autocast or _depth_of_autocast() > self._deep):
+            self.disturbs = f"autocast casts inside of {_AUTOCASTS_INSIDE}, but not while it is watched"
         if not is_dear(func):
             return func(*args, **named)
-        devices = {each.device for each in tree_leaves((args, named)) if isinstance(each, torch.Tensor)}
+        devices = {each.device for each in tensors_among(tree_leaves((args, named)))}
         before = _random_states(devices)
         result = func(*args, **named)
         drew = not all(map(torch.equal, before, _random_states(devices)))
-        whole = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        tensors = tensors_among(tree_leaves(result))
         if not drew:
-            self.unset += [each.detach() for each in whole if each.device not in devices]
+            self.unwritten += _numbers_of_a_draw(tensors)
         if self._save is None:
             return result
-        versions = [(each.detach(), each._version) for each in whole]
+        versions = [(each.detach(), each._version) for each in tensors]
         self.kept[len(self._of)] = Result.of(func, result, self._save)
         self._of.append(Seen(Operation.of(func, args, named), self.saves, drew, versions))
         return result
-
-    def means_nothing(self, tensor: torch.Tensor) -> bool:
-        """Whether a saved tensor is one of `unset`."""
-        return any(each.device == tensor.device and each.data_ptr() == tensor.data_ptr() for each in self.unset)
 
     def worth_keeping(self, saves: int) -> dict[int, Operation]:
         """The results, by their numbers, that are needed to compute again, and can be kept. Asked once, at the end.
@@ -176,10 +186,17 @@ class Loads(Protocol):
     def load(self) -> torch.Tensor: ...
 
 
+def tensors_among(leaves: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors in a flat sequence, in their order."""
+    return [each for each in leaves if isinstance(each, torch.Tensor)]
+
+
 Save = Callable[[torch.Tensor], Loads]
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 # Products, attention and convolutions, by the names that torch and the backends' packages give them.
 _DEAR = re.compile(r"attention|matmul|linear$|convolution|(^|_)conv|(^|_)(mm|bmm|mv|addmm|addbmm|baddbmm|addmv)$")
+# It is made of products that autocast would have of bfloat16, and no dispatch mode lets autocast see them.
+_AUTOCASTS_INSIDE = torch.ops.aten._trilinear.default
 CHECKPOINT_INSIDE = "it has a checkpoint of its own inside"
 
 
@@ -190,6 +207,25 @@ def is_dear(func: Any) -> bool:
     return "backward" not in name and _DEAR.search(name) is not None
 
 
+def _numbers_of_a_draw(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The seed and the offset that torch_npu's attention returns on the host: blank without dropout."""
+    if all(each.device.type == "cpu" for each in results):
+        return []
+    return [each for each in results if each.device.type == "cpu" and each.dtype is torch.int64]
+
+
 def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
     return states + [torch.get_device_module(each).get_rng_state(each) for each in devices if each.type != "cpu"]
+
+
+def _autocast_is_on() -> bool:
+    """On this thread, for the CPU or the device. Within a dispatch mode it looks as if it was off."""
+    device = torch.accelerator.current_accelerator()
+    return any(torch.is_autocast_enabled(kind) for kind in {"cpu", "cpu" if device is None else device.type})
+
+
+def _depth_of_autocast() -> int:
+    deep = deeper_autocast() - 1
+    less_deep_autocast()
+    return deep

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import random
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,19 +20,21 @@ from torch.nn import Module
 from ..device.torch_private import (
     DYNAMO,
     REENTRANT_CHECKPOINT,
+    CheckpointError,
     checkpoint_halves,
     innermost_transform,
     top_saving_hooks,
     tree_flatten,
     tree_leaves,
-    tree_unflatten,
 )
-from ..errors import NotRepeatable
+from ..errors import ChangedTensor, NotRepeatable
+from ..ground.arguments import one_of
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import plain_tensors
 from ..policies.base import How
-from .hooks import ForwardPass, Saved, is_checkpoint
-from .operators import CHECKPOINT_INSIDE, GiveResults, KeepResults, Operation, Watch
+from .call import Call, Kind, contents, holds_more, host_random
+from .hooks import ForwardPass, Saved, is_checkpoint, saving_hook
+from .operators import CHECKPOINT_INSIDE, GiveResults, KeepResults, Operation, Watch, tensors_among
 
 _log = logging.getLogger("tiered_mem.activations")
 
@@ -51,8 +53,7 @@ class Recomputer:
     """
 
     def __init__(self, wanted: str | bool, *, at_once: bool) -> None:
-        if wanted is not False and wanted not in ("auto", "allow"):
-            raise ValueError(f'recompute is "auto", "allow" or False, not {wanted!r}')
+        one_of("recompute", wanted, ("auto", "allow", False))
         self._allow = wanted == "allow"
         self._forbid = wanted is False
         self._at_once = at_once
@@ -60,14 +61,9 @@ class Recomputer:
 
     def check(self, how: How | None) -> How | None:
         """What a context is asked for. Raises ValueError."""
-        if how is not None and how not in get_args(How):
-            raise ValueError(f'recompute is "cheap", "full" or None, not {how!r}')
+        one_of("recompute", how, (*get_args(How), None))
         if how is not None and self._forbid:
             raise ValueError(f"recompute={how!r} is asked of a TieringManager(recompute=False)")
-        if how is not None:
-            # The checkpoint imports it, and its import keeps the frames that it began in until the garbage is
-            # collected: better these than a forward's.
-            importlib.import_module(DYNAMO)
         return how
 
     def begin(
@@ -84,6 +80,7 @@ class Recomputer:
             return None
         if not forward.saves_here or innermost_transform() is not None:
             return None
+        _import_what_compiles()
         leaves, structure = tree_flatten((tuple(args), dict(named)))
         kind = Kind.of(how, module, leaves)
         verdict = self._kinds.setdefault(kind, Verdict(type(module).__name__))
@@ -93,9 +90,11 @@ class Recomputer:
         if verdict.excluded or (trial is not None and trial.running):
             return None
         call = Call(forward, layer, module, leaves, structure)
+        if call.compiled:
+            how = "full"
         if module in verdict.equal or (trial is not None and not self._at_once):
             verdict.trusted = True
-            return TrustedCall(call, verdict, how)
+            return TrustedCall(call, verdict, how, known=module in verdict.equal)
         return TrialCall(call, verdict, how, exact=not self._allow)
 
 
@@ -109,36 +108,62 @@ class RecomputedCall:
 
     is_trial = False
 
-    def __init__(self, call: Call, contexts: Callable[[], Contexts]) -> None:
+    def __init__(self, call: Call, verdict: Verdict, how: How) -> None:
         self._call = call
-        self._halves = checkpoint_halves(call.again, True, contexts, "default", False, True, *call.leaves)
+        self._verdict = verdict
+        self._how = how
+        self._halves = checkpoint_halves(call.again, True, self._contexts, "default", False, True, *call.leaves)
         next(self._halves)
 
     def end(self, output: object) -> None:
-        """The layer has ended; without an output it has failed."""
+        """The layer has ended; without an output it has failed. Raises NotRepeatable."""
         next(self._halves, None)
+
+    def _contexts(self) -> Contexts:
+        """What is around the layer the first time, and the second."""
+        raise NotImplementedError
+
+    def _refuse(self, why: str, error: Exception | None = None) -> NoReturn:
+        self._verdict.exclude(why)
+        raise NotRepeatable(self._verdict.layer, why) from error
 
 
 class TrustedCall(RecomputedCall):
-    """A call of a kind that has been looked at, or is just being."""
+    """A call of a kind that has been looked at, or is just being. known: this very layer has had its trial."""
 
-    def __init__(self, call: Call, verdict: Verdict, how: How) -> None:
-        self._verdict = verdict
-        self._how = how
-        super().__init__(call, self._contexts)
+    def __init__(self, call: Call, verdict: Verdict, how: How, *, known: bool) -> None:
+        self._known = known
+        self._look: Look | None = None
+        super().__init__(call, verdict, how)
 
     def end(self, output: object) -> None:
-        """Raises NotRepeatable where the layer changed what it must not."""
         super().end(output)
-        if output is not None and (why := self._call.changed()):
-            self._verdict.exclude(why)
-            raise NotRepeatable(self._verdict.layer, why)
+        look, self._look = self._look, None
+        seen = None if look is None or output is None else look.why(output)
+        changed = self._call.changed()
+        if output is not None and (why := seen or changed):
+            self._refuse(why)
 
     def _contexts(self) -> Contexts:
         if self._how == "full":
-            return nullcontext(), nullcontext()
+            return Within(self._around), nullcontext()
         keep = KeepResults(self._call.forward.pack, self._verdict.wanted)
-        return keep, GiveResults(keep.kept)
+        return Within(lambda: [*self._around(), keep]), GiveResults(keep.kept)
+
+    def _around(self) -> Sequence[AbstractContextManager[Any]]:
+        drop, compute = checkpoint_hooks()
+        hooks = saved_tensors_hooks(drop, functools.partial(self._unpack, compute))
+        if self._known:
+            return [hooks]
+        watch = Watch(None, lambda: is_checkpoint() and saving_hook() is not drop)
+        self._look = Look(self._call, watch)
+        return [hooks] if self._call.compiled else [hooks, watch]
+
+    def _unpack(self, compute: Callable[[Any], torch.Tensor], dropped: Any) -> torch.Tensor:
+        try:
+            return compute(dropped)
+        except _NOT_AGAIN as error:
+            self._refuse(_reason(error), error)
 
 
 class TrialCall(RecomputedCall):
@@ -150,18 +175,15 @@ class TrialCall(RecomputedCall):
     is_trial = True
 
     def __init__(self, call: Call, verdict: Verdict, how: How, *, exact: bool) -> None:
-        self._verdict = verdict
-        self._how = how
         self._exact = exact
         self._watch = Watch(None if how == "full" else call.forward.pack, is_checkpoint)
+        self._look: Look | None = Look(call, self._watch)
         self._saves = 0
         self._left = 0
         self._compared = False
-        self._random = _host_random()
-        self._buffers = {name: each.detach().clone() for name, each in call.module.named_buffers()}
         self.running = True
         verdict.trial = weakref.ref(self)
-        super().__init__(call, self._contexts)
+        super().__init__(call, verdict, how)
 
     def end(self, output: object) -> None:
         super().end(output)
@@ -170,47 +192,53 @@ class TrialCall(RecomputedCall):
         verdict.wanted = watch.worth_keeping(self._saves)
         for number in watch.kept.keys() - verdict.wanted:
             del watch.kept[number]
-        seen = None if output is None else watch.why or self._seen_in(output)
-        self._buffers.clear()
-        watch.unset.clear()
+        look, self._look = self._look, None
+        seen = None if look is None or output is None else look.why(output)
         changed = self._call.changed()  # lets go of the inputs, too
         if output is None:
             verdict.trial = None
+        elif watch.disturbs is not None:
+            self._refuse(watch.disturbs)
         elif why := seen or changed:
             verdict.exclude(why)
 
     def _contexts(self) -> Contexts:
-        return _Both(self._watch, self), nullcontext() if self._how == "full" else GiveResults(self._watch.kept)
+        return Within(self._around), nullcontext() if self._how == "full" else GiveResults(self._watch.kept)
 
-    def hooks(self) -> saved_tensors_hooks:
-        """To be entered where those of the checkpoint are the innermost."""
-        found = top_saving_hooks(False)
-        if found is None:
-            raise RuntimeError("torch's checkpoint has no hooks of its own: this torch is not supported")
-        drop, compute = found
-        return saved_tensors_hooks(functools.partial(self._pack, drop), functools.partial(self._unpack, compute))
+    def _around(self) -> Sequence[AbstractContextManager[Any]]:
+        drop, compute = checkpoint_hooks()
+        hooks = saved_tensors_hooks(functools.partial(self._pack, drop), functools.partial(self._unpack, compute))
+        return [hooks] if self._call.compiled else [hooks, self._watch]
 
     @uninterrupted
     def _pack(self, drop: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Twice:
         self._saves += 1
         self._watch.saves = self._saves
         self._left += 1
-        compared = not self._watch.means_nothing(tensor)
-        return Twice(self, drop(tensor), self._call.forward.pack(tensor), compared)
+        unwritten = any(tensor is each or tensor.data_ptr() == each.data_ptr() for each in self._watch.unwritten)
+        return Twice(self, drop(tensor), self._call.forward.pack(tensor), exact=self._exact and not unwritten)
 
     def _unpack(self, compute: Callable[[Any], torch.Tensor], twice: Twice) -> torch.Tensor:
+        right = self._call.forward.unpack(twice.kept)
         verdict = self._verdict
-        if not verdict.excluded:
-            again = compute(twice.dropped)
-            right = self._call.forward.unpack(twice.kept)
-            self._compared = True
-            if self._exact and twice.compared and not same_bits(right, again):
-                shape = tuple(right.shape)
-                verdict.exclude(f"a {right.dtype} tensor of shape {shape} has other values the second time")
-                if verdict.trusted:
-                    raise NotRepeatable(verdict.layer, str(verdict.excluded))
+        if verdict.excluded:
             return right
-        return self._call.forward.unpack(twice.kept)
+        try:
+            again = compute(twice.dropped)
+        except torch.OutOfMemoryError:
+            raise  # it tells nothing of the layer
+        except Exception as error:
+            self._differs(_reason(error), error)
+            return right
+        self._compared = True
+        if twice.exact and not same_bits(right, again):
+            self._differs(f"a {right.dtype} tensor of shape {tuple(right.shape)} has other values the second time")
+        return right
+
+    def _differs(self, why: str, error: Exception | None = None) -> None:
+        if self._verdict.trusted:
+            self._refuse(why, error)
+        self._verdict.exclude(why)
 
     def gone(self) -> None:
         """One of what was saved is not needed any more. With the last one the layer is known."""
@@ -222,15 +250,33 @@ class TrialCall(RecomputedCall):
             if not verdict.excluded:
                 verdict.equal.add(self._call.module)
 
-    def _seen_in(self, output: object) -> str | None:
-        """Why the layer is excluded, by what it has done."""
+
+class Look:
+    """What is looked at while a layer runs that is not known: its operators, buffers, and random numbers."""
+
+    def __init__(self, call: Call, watch: Watch) -> None:
+        self.watch = watch
+        self._call = call
+        self._leaves = call.leaves
+        self._random = host_random()
+        self._arguments = [(each, contents(each)) for each in call.leaves if holds_more(each)]
         # Batch norm changes its statistics and no version tells.
+        self._buffers = {name: each.detach().clone() for name, each in call.module.named_buffers()}
+
+    def why(self, output: object) -> str | None:
+        """The reason to exclude the layer, which has come to this output."""
+        if self.watch.why is not None:
+            return self.watch.why
         for name, each in self._call.module.named_buffers():
             if name not in self._buffers or not same_bits(self._buffers[name], each):
                 return f"it changes its buffer {name}"
-        if _host_random() != self._random:
+        for argument, before in self._arguments:
+            if contents(argument) != before:
+                cache = "A model of transformers fills no cache of keys and values with use_cache=False"
+                return f"it changes its argument, a {type(argument).__name__}. {cache}"
+        if host_random() != self._random:
             return "it draws random numbers of Python or numpy, which nobody restores"
-        if any(node.name() == REENTRANT_CHECKPOINT for node in _nodes(output, self._call.leaves)):
+        if any(node.name() == REENTRANT_CHECKPOINT for node in _nodes(output, self._leaves)):
             return CHECKPOINT_INSIDE
         return None
 
@@ -238,66 +284,33 @@ class TrialCall(RecomputedCall):
 class Twice:
     """What autograd keeps of a tensor in a trial: what the checkpoint makes of it, and the tensor.
 
-    compared: its value means something, and has to come again.
+    exact: the two have to be the same, bit by bit.
     """
 
-    __slots__ = ("compared", "dropped", "kept", "trial")
+    __slots__ = ("dropped", "exact", "kept", "trial")
 
-    def __init__(self, trial: TrialCall, dropped: Any, kept: Saved, compared: bool) -> None:
+    def __init__(self, trial: TrialCall, dropped: Any, kept: Saved, *, exact: bool) -> None:
         self.trial = trial
+        self.exact = exact
         self.dropped = dropped
         self.kept = kept
-        self.compared = compared
 
     @uninterrupted
     def __del__(self) -> None:
         self.trial.gone()
 
 
-class _Both(ExitStack):
-    """The watch over a layer's operators, and a trial's hooks above those of the checkpoint."""
+class Within(ExitStack):
+    """Contexts that are made when this one is entered, in which the checkpoint's hooks are the innermost."""
 
-    def __init__(self, watch: Watch, trial: TrialCall) -> None:
+    def __init__(self, make: Callable[[], Iterable[AbstractContextManager[Any]]]) -> None:
         super().__init__()
-        self._watch, self._trial = watch, trial
+        self._make = make
 
-    def __enter__(self) -> _Both:
-        self.enter_context(self._trial.hooks())
-        self.enter_context(self._watch)
+    def __enter__(self) -> Within:
+        for each in self._make():
+            self.enter_context(each)
         return self
-
-
-class Call:
-    """A layer, what it is called with, and the versions of what it must not change."""
-
-    def __init__(
-        self, forward: ForwardPass, layer: int, module: Module, leaves: Sequence[Any], structure: Any
-    ) -> None:
-        self.forward = forward
-        self.layer = layer
-        self.module = module
-        self.leaves = leaves
-        self._structure = structure
-        self._buffers = {name: (each, _version(each)) for name, each in module.named_buffers()}
-        self._inputs = [(each, _version(each)) for each in leaves if isinstance(each, torch.Tensor)]
-
-    def again(self, *leaves: Any) -> None:
-        """Computes the layer again."""
-        self.forward.begin_backward(self.layer)
-        args, named = tree_unflatten(leaves, self._structure)
-        self.module(*args, **named)
-
-    def changed(self) -> str | None:
-        """What the layer has changed that it would find changed. To be asked once, when it has ended."""
-        buffers, self._buffers = self._buffers, {}
-        inputs, self._inputs, self.leaves = self._inputs, [], ()
-        now = dict(self.module.named_buffers())
-        for name, (each, version) in buffers.items():
-            if now.get(name) is not each or _version(each) != version:
-                return f"it changes its buffer {name}"
-        if any(_version(each) != version for each, version in inputs):
-            return "it changes its input"
-        return None
 
 
 @dataclass
@@ -325,41 +338,47 @@ class Verdict:
         _log.warning("%s is not computed again in backward, and keeps what it saves: %s", self.layer, why)
 
 
-class Kind(NamedTuple):
-    """What has to be the same for what was seen of one call to hold for another."""
-
-    how: How
-    type: type[Module]
-    training: bool
-    weights: tuple[object, ...]
-    inputs: tuple[object, ...]
-    autocast: tuple[object, ...]
-
-    @classmethod
-    def of(cls, how: How, module: Module, leaves: Iterable[object]) -> Kind:
-        weights = tuple((each.shape, each.dtype, each.requires_grad) for each in module.parameters())
-        inputs = tuple(map(_described, leaves))
-        devices = {each.device.type for each in leaves if isinstance(each, torch.Tensor)} | {"cpu"}
-        autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind)) for kind in sorted(devices) if torch.is_autocast_enabled(kind)
-        )
-        return cls(how, type(module), module.training, weights, inputs, autocast)
-
-
 # Sequences of ever other lengths are ever other kinds.
 _MOST_KINDS = 1000
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
+# What the second computation ends with where the layer is at fault, or what became of its input.
+_NOT_AGAIN = (ChangedTensor, CheckpointError, NotRepeatable)
+
+
+def checkpoint_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Of the checkpoint that has just been entered: what it makes of a tensor, and the tensor computed again."""
+    found = top_saving_hooks(False)
+    if found is None:
+        raise RuntimeError("torch's checkpoint has no hooks of its own: this torch is not supported")
+    return found
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same, bit by bit. Waits for the device."""
-    mine, its = list(plain_tensors(one.detach())), list(plain_tensors(other.detach()))
+    mine, its = list(_parts(one.detach())), list(_parts(other.detach()))
     return len(mine) == len(its) and all(map(_same_bits, mine, its))
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # which nobody counts there
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for each in plain_tensors(tensor):
+        if each.layout is torch.sparse_coo:
+            yield from (each._indices(), each._values())
+        else:
+            yield each
+
+
+def _reason(error: Exception) -> str:
+    """Why a layer cannot be computed again, by what that ended with."""
+    if isinstance(error, NotRepeatable):
+        return error.why
+    if isinstance(error, ChangedTensor):
+        return "its input was changed between its forward and its backward"
+    if isinstance(error, CheckpointError):
+        return "it saves other tensors the second time"
+    return f"the second time it ends with {type(error).__name__}: {error}"
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -378,21 +397,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(whole)
 
 
-def _described(leaf: object) -> object:
-    if isinstance(leaf, torch.Tensor):
-        return type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
-    return leaf if isinstance(leaf, int | float | str | None) else type(leaf)
-
-
-def _host_random() -> object:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else repr(numpy.random.get_state())
+def _import_what_compiles() -> None:
+    """The checkpoint imports it. An import keeps the frames that it began in until the garbage is collected: it
+    begins on a thread of its own, and not in a forward."""
+    if DYNAMO not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=(DYNAMO,))
+        thread.start()
+        thread.join()
 
 
 def _nodes(output: object, inputs: Sequence[object]) -> Iterator[Any]:
     """The nodes of autograd's graph between a layer's inputs and its output."""
-    seen = {each.grad_fn for each in inputs if isinstance(each, torch.Tensor)}
-    left = [each.grad_fn for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+    seen = {each.grad_fn for each in tensors_among(inputs)}
+    left = [each.grad_fn for each in tensors_among(tree_leaves(output))]
     while left:
         node = left.pop()
         if node is None or node in seen:

@@ -14,6 +14,7 @@ import torch
 from ..device.device import Device, Stream
 from ..device.transfer import Ticket, TransferEngine
 from ..errors import Closed, PolicyError, TierFull, changed_tensor
+from ..ground.arguments import one_of
 from ..ground.stats import Counters, Moved
 from ..policies.base import Action, Advice, Each, HostPressure, How, Policy, Recompute, Release, Spill
 from ..policies.places import ON_DEVICE, Place
@@ -411,7 +412,6 @@ class BlockStore:
 
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
-_HOWS = frozenset(get_args(How))
 _INT = frozenset({int})
 
 
@@ -430,8 +430,12 @@ def checked(policy: Policy, answer: object) -> Sequence[Any]:
         return actions
     for action in actions:
         if type(action) is Recompute:
-            if not isinstance(action.layer, Integral) or action.how not in _HOWS:
-                raise PolicyError(f"{name} answered {action!r}: layer is an int, and how one of {sorted(_HOWS)}")
+            if not isinstance(action.layer, Integral):
+                raise PolicyError(f"{name} answered {action!r}: the position of a layer is an int")
+            try:
+                one_of("how", action.how, get_args(How))
+            except ValueError as error:
+                raise PolicyError(f"{name} answered {action!r}: {error}") from None
         elif type(action) not in _ACTIONS:
             raise PolicyError(f"{name} answered {action!r}, which is not an action")
         elif type(action.key) is not int and not isinstance(action.key, Integral):

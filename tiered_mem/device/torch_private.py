@@ -6,6 +6,7 @@ each tensor that is saved, and an alias calls nothing in Python.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from operator import attrgetter
@@ -63,6 +64,7 @@ CHECKPOINT_HOOKS = tuple(
 checkpoint_halves: Callable[..., Generator[None, None, None]] = _found(
     "utils.checkpoint._checkpoint_without_reentrant_generator"
 )
+CheckpointError: type[RuntimeError] = _found("utils.checkpoint.CheckpointError")
 REENTRANT_CHECKPOINT = f"{_found('utils.checkpoint.CheckpointFunction').__name__}Backward"
 
 # The transforms of torch.func, and what follows the Python code of a model.
@@ -85,6 +87,10 @@ current_stream: Callable[[int], torch.Stream] = _found("_C._accelerator_getStrea
 
 # Within, functions treat a tensor's type as if it had no __torch_function__ of its own.
 AsPlainTensors: Any = _found("_C.DisableTorchFunctionSubclass")
+
+# How deep in autocast contexts this thread is, one deeper and back again.
+deeper_autocast: Callable[[], int] = _found("autocast_increment_nesting")
+less_deep_autocast: Callable[[], int] = _found("autocast_decrement_nesting")
 
 # Sees each operator that is called on a tensor while it is entered.
 DispatchMode = TorchDispatchMode
@@ -147,6 +153,15 @@ def compile_never(function: Callable[..., Any], why: str) -> None:
     _set_strategy(marked.__code__, _Strategy(_SKIP, _SKIP))
     marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
     marked._torchdynamo_disable_msg = why
+
+
+_found("nn.Module._compiled_call_impl")
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile has the module, in its place or around it."""
+    around = getattr(sys.modules.get(DYNAMO), "OptimizedModule", None)
+    return module._compiled_call_impl is not None or (around is not None and isinstance(module, around))
 
 
 def npu_format() -> Callable[[torch.Tensor], int]:

@@ -34,6 +34,15 @@ def yes_or_no(name: str, value: object) -> bool:
     return value
 
 
+def one_of(name: str, value: T, words: Iterable[object]) -> T:
+    """One of a few words, or None or False where that is among them. Raises ValueError."""
+    known = list(words)
+    if not any(type(value) is type(word) and value == word for word in known):
+        shown = [f'"{word}"' if isinstance(word, str) else repr(word) for word in known]
+        raise ValueError(f"{name} is {', '.join(shown[:-1])} or {shown[-1]}, not {value!r}")
+    return value
+
+
 def instance(name: str, value: object, kind: type[T]) -> T:
     """An object of a class. Raises TypeError."""
     if not isinstance(value, kind):
