@@ -103,6 +103,7 @@ class PlannedPolicy(Policy):
         margin: Bytes of the budget that are used only where a step needs them. After each step above the budget it
             is more by what that was above it, and at least 0.2 % of the budget; up to 5 %.
         recompute: Layers may be computed again, where that is faster than to move what they save.
+        try_all: Each way to treat layers is tried, also where nothing waits.
 
     Attributes:
         states: What is said of optimizer states that may have a part of the budget.
@@ -122,6 +123,7 @@ class PlannedPolicy(Policy):
         host_bytes: int | str | None = None,
         margin: int = 0,
         recompute: bool = True,
+        try_all: bool = False,
     ) -> None:
         instance("link", link, Link)
         whole_number("fragments", 0 if fragments is None else fragments, at_least=0)
@@ -138,9 +140,10 @@ class PlannedPolicy(Policy):
         self._least_margin = margin
         self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states, margin)
         self._ended: dict[int, StepUnderWay] = {}
-        self.account = Account(self._repertoire, self._given, self.states)
+        self._treatments = Treatments(self._repertoire, try_all=try_all) if recompute else None
+        tried = None if self._treatments is None else self._treatments.tried
+        self.account = Account(self._repertoire, self._given, self.states, tried)
         self._player = Player(self._repertoire)
-        self._treatments = Treatments(self._repertoire) if recompute else None
         self._player.limit, self._player.margin = self._limit, margin
         self._player.varying = int(_RESERVE * self._budget)
         self._overruns = Overruns()

@@ -44,9 +44,17 @@ _TIER_BYTES = 32 << 20
 class PolicyChoice:
     """What a user says of the policy. Arguments and errors are those of TieringManager."""
 
-    def __init__(self, policy: Policy | str, device_budget: int | str | None, slowdown: float | None) -> None:
+    def __init__(
+        self,
+        policy: Policy | str,
+        device_budget: int | str | None,
+        slowdown: float | None,
+        *,
+        recompute: bool = True,
+    ) -> None:
         self._device_budget = None if device_budget is None else parse_bytes(device_budget, "device_budget")
         self._slowdown = None if slowdown is None else number("slowdown", slowdown, at_least=0)
+        self._recompute = recompute
         if policy != "auto" and (device_budget, slowdown) != (None, None):
             raise ValueError("device_budget and slowdown are for policy='auto'")
         if isinstance(policy, str):
@@ -100,6 +108,7 @@ class PolicyChoice:
             slowdown=self._slowdown,
             host_bytes=host_bytes,
             margin=0 if asked is None else min(_ROUNDED, budget // 16),
+            recompute=self._recompute,
         )
 
 
@@ -122,7 +131,8 @@ class Rehearsal(PlannedPolicy):
 
     These are as many as the wish asks for, and then more, up to MOST times as many, until one was measured that
     went by a plan while all optimizer states rested: one in which some come to the device to stay is not as those
-    after it. The exception comes out of the forward that would begin the next step.
+    after it. So it is as long as it is being tried how layers are treated best. The exception comes out of the
+    forward that would begin the next step.
 
     What is known is in a file as JSON before, also where the script ends by itself, or there is no plan. `missing`
     is what is not known yet, in words.
@@ -132,9 +142,10 @@ class Rehearsal(PlannedPolicy):
     """
 
     def __init__(self, wish: Wish, wait: Callable[[], None], budget: int, link: Link, **arguments: Any) -> None:
-        super().__init__(budget, link, **arguments)
+        super().__init__(budget, link, try_all=wish.records, **arguments)
         self.asks = {*self.asks, StepMeasured}
-        self._steps, _, self._file = wish
+        self._steps, self._file = wish.steps, wish.file
+        self._settled = False  # a step was measured that is as those after it
         self._wait = wait
         self._began: tuple[int | None, ...] = ()
         self._rested = False
@@ -160,7 +171,7 @@ class Rehearsal(PlannedPolicy):
         return actions
 
     def _step_begins(self, number: int) -> None:
-        if number >= self._steps * (MOST if self._found["missing"] else 1):
+        if number >= self._steps * (1 if self._settled else MOST):
             raise RehearsalOver(0)
         self._began = self._resting()
         if number == 0:
@@ -175,6 +186,7 @@ class Rehearsal(PlannedPolicy):
             missing = f"optimizer states came to the device or left it in all of them: {there} of {total} are there"
         elif report.step != number:
             missing = "no step that goes by a plan was measured: the first is recorded, those like it are planned"
+        self._settled |= not missing and not self.account.undecided
         if self._found["missing"] or not missing:
             self._write(missing=missing, report=report.as_dict(), text=str(report), **self._step())
 
@@ -187,7 +199,18 @@ class Rehearsal(PlannedPolicy):
             step, names, link = self.account.step()
         except RuntimeError:
             return {}
-        return {"step": asdict(step), "names": names, "link": asdict(link), "states": asdict(self.states)}
+        ways = self.account.ways
+        return {
+            "step": asdict(step),
+            "names": names,
+            "link": asdict(link),
+            "states": asdict(self.states),
+            "undecided": self.account.undecided,
+            "ways": [
+                {"how": how, "names": each.names, "blocks": each.blocks, "profile": asdict(each.profile)}
+                for how, each in ({} if ways is None else ways.steps).items()
+            ],
+        }
 
     def _write(self, **found: Any) -> None:
         self._found |= found

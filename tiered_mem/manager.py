@@ -95,7 +95,8 @@ class TieringManager:
             manager that no longer answers or has lost host memory, or an optimizer's step half done. Make
             everything anew after it.
         recompute: Which layers may be computed again in backward, where a policy or a context wants it. "auto" is
-            those whose values come out the same, bit by bit; "allow" is also others; False is none.
+            those whose values come out the same, bit by bit; "allow" is also others; False is none. policy="auto"
+            wants it where that is faster than to move what they save.
 
     Raises:
         ValueError: Arguments cannot be right.
@@ -131,7 +132,7 @@ class TieringManager:
             self._interrupts = Interrupts(hold=hold_signals)
             self._interrupts.watch()
             undo.callback(self._interrupts.close)
-            choice = PolicyChoice(policy, device_budget, slowdown)
+            choice = PolicyChoice(policy, device_budget, slowdown, recompute=recompute is not False)
             yes_or_no("trace", trace)
             if transfer_stream is not None:
                 instance("transfer_stream", transfer_stream, torch.Stream)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from ...sizes import format_bytes, format_seconds
+from .choosing import choose
 from .disk_and_states import StatesShare, explained, states_to_keep
 from .planner import least_memory, plan
 from .profile import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall, Profile
 from .recording import Name
+from .stitching import Choice, Ways
+from .treated import treatable
 
 # Of the step's compute time: so much waiting is none.
 _NONE = 0.005
@@ -24,6 +28,14 @@ _KEPT = ("nbytes", "saved", "dropped", "backward", "loose")
 _Found = tuple[float, str]
 
 
+class _There(NamedTuple):
+    """A step within another budget: its seconds, with those of optimizer states on the link, and its waits."""
+
+    seconds: float
+    waits: float
+    choice: Choice
+
+
 @dataclass(frozen=True)
 class Adviser:
     """Advises on one step within a budget.
@@ -31,6 +43,8 @@ class Adviser:
     names, blocks: of the step's positions and blocks. budget: for all, with optimizer states. grown: bytes that
     have come to stay on the device since the first step began. disk: the plan for the drive, if there is one.
     states: of optimizers, which a plan has stay on the device or not.
+    recompute: layers may be computed again. choice: which are. ways: the step with all of them treated in one way,
+    where that is known.
     """
 
     profile: Profile
@@ -41,6 +55,9 @@ class Adviser:
     grown: int = 0
     disk: DiskPlan | None = None
     states: StatesShare = field(default_factory=StatesShare)
+    recompute: bool = True
+    ways: Ways | None = None
+    choice: Choice = field(default_factory=dict)
 
     def advice(self) -> tuple[str, ...]:
         """At most three sentences, what helps the most first. It takes about twenty plans."""
@@ -48,44 +65,73 @@ class Adviser:
             now = plan(self.profile, self.budget - self.states.kept, self.link)
         except BudgetTooSmall as error:
             return (str(explained(error, self.profile, self.names, self.states)),)
-        if now.waits > _NONE * self.profile.compute:
-            found = [self._larger(now), self._checkpoints(now), self._optimizer(now), self._drive()]
+        found = [self._drive()]
+        waits = now.waits > _NONE * self.profile.compute
+        if waits:
+            found += [None if self.recompute else self._again(now), self._optimizer(now)]
         else:
-            found = [self._smaller(now), self._drive()]
+            found.append(self._smaller(now))
+        if waits or self.choice:
+            found.append(self._larger(now))
         told = sorted((each for each in found if each is not None), reverse=True)
         return tuple(text for _, text in told[:_MOST])
 
     def _larger(self, now: Plan) -> _Found | None:
         """A budget is advised as it was tried: with as many states on the device as would stay there then."""
-        least = self._least()
-        kept, seconds = states_to_keep(self.profile, least, self.link, self.states)
-        waits = plan(self.profile, least - kept, self.link).waits
-        saved = now.seconds + self._passing(self.states.kept) - seconds
-        if saved <= _NONE * now.seconds:
-            return None
-        hides = "hide all copies, and " if waits <= _NONE * now.seconds else ""
-        return saved, f"a budget of {format_bytes(least)} would {hides}save {format_seconds(saved)}"
+        steps = [self.profile]
+        if self.ways is not None and self.choice:
+            steps.append(self.ways.steps[None].profile)
+        for least in sorted({self._least(step) for step in steps}):
+            if least <= self.budget:
+                continue
+            there = self._within(least)
+            saved = now.seconds + self._passing(self.states.kept) - there.seconds
+            if saved > _NONE * now.seconds:
+                hides = "hide all copies, and " if there.waits <= _NONE * now.seconds < now.waits else ""
+                told = f"a budget of {format_bytes(least)} would {hides}save {format_seconds(saved)}"
+                return saved, told + (": all layers keep all then" if self.choice and not there.choice else "")
+        return None
 
     def _smaller(self, now: Plan) -> _Found | None:
-        least = max(self._least(), self.states.step_peak + self.states.rounding + self.states.kept)
+        least = max(self._least(self.profile), self.states.step_peak + self.states.rounding + self.states.kept)
         if self.budget - least < _LITTLE * self.budget:
             return None
-        _, seconds = states_to_keep(self.profile, least, self.link, self.states)
-        if seconds > (now.seconds + self._passing(self.states.kept)) * (1 + _NONE):
+        if self._within(least).seconds > (now.seconds + self._passing(self.states.kept)) * (1 + _NONE):
             return None
         return 0.0, f"a budget of {format_bytes(least)} would do: nothing waits there either"
 
-    def _least(self) -> int:
+    def _least(self, step: Profile) -> int:
         """The least budget at which nothing waits, with the states on the device that are there now."""
-        most = max(self.profile.moments.full)
-        return least_memory(self.profile, most, self.link, _NONE).peak + self.states.kept
+        return least_memory(step, max(step.moments.full), self.link, _NONE).peak + self.states.kept
+
+    def _within(self, budget: int) -> _There:
+        """The step within another budget, with its layers treated as is best then."""
+        now = self._planned(self.profile, budget, self.choice)
+        ways = self.ways
+        if ways is None:
+            return now
+        try:
+            found = choose(ways, budget, self.link, self.states, treatable(ways, budget), now=self.choice)
+            before, after = (
+                self._planned(ways.stitched(choice).profile, budget, choice)
+                for choice in (self.choice, found.choice)
+            )
+        except BudgetTooSmall:
+            return now  # they were larger when all ways were tried
+        # Times that were measured by now are those of the step as it is treated now.
+        better = before.seconds - after.seconds
+        return after._replace(seconds=now.seconds - better) if better > 0 else now
+
+    def _planned(self, step: Profile, budget: int, choice: Choice) -> _There:
+        kept, seconds = states_to_keep(step, budget, self.link, self.states)
+        return _There(seconds, plan(step, budget - kept, self.link).waits, choice)
 
     def _passing(self, kept: int) -> float:
         """The seconds in which the other states cross the link."""
         return (self.states.total - kept) / (min(self.link.out, self.link.back) * self.link.both)
 
-    def _checkpoints(self, now: Plan) -> _Found | None:
-        """How many of the last layers are better computed twice than moved."""
+    def _again(self, now: Plan) -> _Found | None:
+        """How many of the last layers are better computed again than moved, as nearly as one step shows it."""
         best, text = now.seconds, None
         numbers = sorted({layer for _, layer in layer_times(self.profile, self.names)})
         for count in range(1, len(numbers) + 1):
@@ -101,9 +147,10 @@ class Adviser:
                 best = made.seconds
                 less = format_bytes(max(0, moved(self.profile, now) - moved(step, made)))
                 again = format_seconds(step.compute - self.profile.compute)
+                named, waited = layers_named(layers), format_seconds(now.waits - made.waits)
                 text = (
-                    f"checkpoint {layers_named(layers)}: {less} less to move, and {again} of computing again in "
-                    f"place of {format_seconds(now.waits - made.waits)} of waiting"
+                    f'TieringManager(recompute="auto") chooses which layers to compute again: with {named} it is '
+                    f"{less} less to move, and {again} of computing in place of {waited} of waiting"
                 )
         return None if text is None else (now.seconds - best, text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from math import fsum
@@ -18,10 +18,15 @@ from .profile import Link, Profile, least_seconds
 from .recording import Name
 from .repertoire import Repertoire, Table
 from .step import StepUnderWay
+from .stitching import RecordedStep, Way, Ways
+from .treated import Treated, Treatment, Tried
 
 _SHOWN = 5
+_TRYING = "steps in which layers are computed again; after these it is chosen what is done with each layer"
 # Without a plan a peak is that of so many steps.
 _LATELY = 4
+# Lengths that differ by less are the same.
+_ALIKE = 0.01
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,12 @@ class Report:
         among it. Measured is the most of the last four steps like it; without a plan, of the last four. Where
         nobody resets torch's peak, what stays below the most that ever was is known at events only.
     compute: the step without any waits. planned, measured: with them. least: a time that no plan within the budget
-        can better.
+        can better, with layers treated as they are.
     moved: bytes that go to the host in a step, and come back. planned_hidden, measured_hidden: the share of the
         copies' time that compute does not wait for, from 0 to 1; None where nothing moves.
     states_kept: of the optimizer states that may, the bytes that stay on the device.
+    treatments: how the layers are treated, those that keep all first; empty where nothing else was tried.
+    trying: how else layers can be treated is being tried in these steps.
     stalls: the layers that wait for copies, the longest first.
     advice: at most three sentences.
     moved_until_now, stayed_until_now: bytes that were copied to the host since the manager was made, and those of
@@ -62,6 +69,8 @@ class Report:
     planned_hidden: float | None = None
     measured_hidden: float | None = None
     states_kept: int = 0
+    treatments: tuple[Treatment, ...] = ()
+    trying: bool = False
     stalls: tuple[LayerStall, ...] = ()
     advice: tuple[str, ...] = ()
     moved_until_now: int = 0
@@ -69,7 +78,11 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, numbers and strings, as for JSON."""
-        return asdict(self) | {"stalls": [asdict(stall) for stall in self.stalls], "advice": list(self.advice)}
+        return asdict(self) | {
+            "treatments": [asdict(each) | {"layers": list(each.layers)} for each in self.treatments],
+            "stalls": [asdict(stall) for stall in self.stalls],
+            "advice": list(self.advice),
+        }
 
     def __str__(self) -> str:
         rows = self._planned_rows() if not self.missing else [("no plan", self.missing)]
@@ -77,6 +90,8 @@ class Report:
             rows.append(("budget", format_bytes(self.budget)))
         if self.missing and self.measured_peak is not None:
             rows.append(("peak", f"{format_bytes(self.measured_peak)} measured"))
+        if self.trying:
+            rows.append(("trying", _TRYING))
         if self.missing:
             rows.append(("moved", f"{format_bytes(self.moved_until_now)} to the host until now"))
         stayed = sorted(self.stayed_until_now.items(), key=lambda each: each[1], reverse=True)
@@ -98,13 +113,15 @@ class Report:
             step += f", {format_seconds(self.measured)} measured (step {self.step})"
         if self.measured_hidden is not None:
             hidden += f" as planned, {100 * self.measured_hidden:.0f} % as measured"
+        so = " with its layers treated so" if any(each.how for each in self.treatments) else ""
         rows = [
             ("budget", _size(self.budget)),
             ("peak", peak),
-            ("step", f"{step}; no plan is below {_time(self.least)}"),
+            ("step", f"{step}; no plan{so} is below {_time(self.least)}"),
             ("compute", _time(self.compute)),
             ("copies", f"{_size(self.moved)} each way, {hidden}" if self.moved else hidden),
         ]
+        rows += [("layers" if not i else "", str(each)) for i, each in enumerate(self.treatments)]
         rows += [("waits" if not i else "", str(stall)) for i, stall in enumerate(self.stalls[:_SHOWN])]
         if len(self.stalls) > _SHOWN:
             left = self.stalls[_SHOWN:]
@@ -116,13 +133,22 @@ class Report:
 class Account:
     """Keeps what became of planned steps, for a report on the last one.
 
-    given: the budget that was named. states: optimizer states that have a part of it.
+    given: the budget that was named. states: optimizer states that have a part of it. tried: tells how
+    layers can be treated; None where nothing may be computed again.
     """
 
-    def __init__(self, repertoire: Repertoire, given: int, states: StatesShare) -> None:
+    def __init__(
+        self,
+        repertoire: Repertoire,
+        given: int,
+        states: StatesShare,
+        tried: Callable[[], Tried] | None,
+    ) -> None:
         self._repertoire = repertoire
         self._given = given
         self._states = states
+        self._recompute = tried is not None
+        self._tried = tried or _none_tried
         self._first: int | None = None  # bytes beside blocks when the first step began
         self._last: StepUnderWay | None = None  # that went by a plan
         self._peaks: deque[int] = deque(maxlen=_LATELY)  # of it and those like it before
@@ -166,6 +192,35 @@ class Account:
             raise RuntimeError("no step has been measured yet that a plan can be made from")
         return *self._recorded, self._repertoire.link
 
+    @property
+    def undecided(self) -> bool:
+        """Whether it is still to be tried how layers are treated best."""
+        return self._tried().undecided
+
+    @property
+    def ways(self) -> Ways | None:
+        """The step that plans are for in each way in which all its layers can be treated; None where that is not
+        known."""
+        if self._last is None or self._last.table is None:
+            return None
+        return self._ways_of(self._last, self._last.table, self._now(self._last, self._last.table))
+
+    def _ways_of(self, step: StepUnderWay, table: Table, now: Profile) -> Ways | None:
+        ways = self._tried().ways
+        current = RecordedStep(table.names, table.blocks, now)
+        if ways is None or current.layers != ways.layers:
+            return None
+        # As long as it is now, and with what is allocated by now when it begins.
+        ratio = sum(now.nbytes) / max(1, sum(ways.stitched(step.choice).profile.nbytes))
+        ratio = 1.0 if abs(ratio - 1) < _ALIKE else ratio
+        steps: dict[Way, RecordedStep] = {}
+        for way, each in ways.steps.items():
+            more = now.standing[0] - each.profile.standing[0] if now.standing and each.profile.standing else 0
+            steps[way] = replace(each, profile=each.profile.scaled(ratio, more))
+        if not step.choice:
+            steps[None] = current  # with the times of the last measured
+        return Ways(steps)
+
     def _now(self, step: StepUnderWay, table: Table) -> Profile:
         """The step as it is by now: with what is allocated on the device, and the times of the last measured."""
         profile = table.profile
@@ -180,7 +235,8 @@ class Account:
         """It takes up to a second."""
         if self._last is None or self._last.table is None:
             peak = max(self._unplanned, default=None)
-            return Report(missing=self._missing(), budget=self._given, measured_peak=peak)
+            trying = self._tried().trying
+            return Report(missing=self._missing(), budget=self._given, measured_peak=peak, trying=trying)
         step, table, link = self._last, self._last.table, self._repertoire.link
         plan, profile, kept = table.plan, self._now(step, table), self._states.kept
         measured, event = self._measured or (None, None)
@@ -197,6 +253,10 @@ class Account:
         bound = least_seconds(profile.moments, self._repertoire.budget - kept, fastest)
         standing = step.recording.standing
         grown = standing[0] - self._first if standing and self._first is not None else 0
+        ways, trying = self._ways_of(step, table, profile), self._tried().trying
+        treatments: tuple[Treatment, ...] = ()
+        if ways is not None and not trying:
+            treatments = Treated(ways, step.choice, self._repertoire.budget, link, self._states).treatments()
         return Report(
             step=None if measured is None else measured.number,
             budget=self._given,
@@ -210,6 +270,8 @@ class Account:
             planned_hidden=hidden(plan.waits, 0, 0),
             measured_hidden=None if event is None else hidden(event.stalls, event.out, event.back),
             states_kept=kept,
+            treatments=treatments,
+            trying=trying,
             stalls=Stalls(profile, plan, table.names, table.blocks, link).by_layer(
                 event.waits if event else (), measured.recording.names if measured else ()
             ),
@@ -222,6 +284,9 @@ class Account:
                 grown=grown,
                 disk=table.disk,
                 states=self._states,
+                recompute=self._recompute,
+                ways=ways,
+                choice=step.choice,
             ).advice(),
         )
 
@@ -231,6 +296,10 @@ class Account:
         if self._recorded is None and self._unplanned:
             return "no step could be recorded that a plan can be made from: each is kept to the budget as it comes"
         return "the first step is recorded, and the next one like it goes by a plan"
+
+
+def _none_tried() -> Tried:
+    return Tried(None, False, False)
 
 
 def _alike(one: StepUnderWay, other: StepUnderWay) -> bool:

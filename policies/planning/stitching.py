@@ -32,6 +32,12 @@ class Backward(NamedTuple):
     saved: int
     largest: int
 
+    @property
+    def coming(self) -> int:
+        """The most that comes while the layer is computed again and keeps nothing: what its forward takes, and then
+        what its backward does, with all that it has saved there at once."""
+        return max(self.forward, self.saved + self.above)
+
 
 @dataclass(frozen=True)
 class RecordedStep:

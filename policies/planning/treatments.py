@@ -12,11 +12,12 @@ from .profile import BudgetTooSmall
 from .repertoire import Known, Repertoire, Variant
 from .step import TRIED, StepUnderWay
 from .stitching import Backward, Choice, RecordedStep, Way, Ways
+from .treated import Tried
 
 _log = logging.getLogger("tiered_mem.policies")
 
 # Of a step's time: what the layers may be computed again for, at least.
-_WORTH = 0.005
+WORTH = 0.005
 # And what another choice has to save, once there is one.
 _BETTER = 0.02
 # A choice is made again where a rate or a size is another by this share, and not before so many steps.
@@ -35,13 +36,16 @@ class Treatments:
     a step that is recorded. Any mixture of these can be planned for, and the best is what later steps do. Steps
     that are shorter, and need not wait, keep all.
 
+    try_all: the ways are tried also where a plan need not wait, so that they are known for other budgets.
     choice: how the layers of this step are treated. tries: whether the next step has to be recorded.
     """
 
-    def __init__(self, repertoire: Repertoire) -> None:
+    def __init__(self, repertoire: Repertoire, *, try_all: bool = False) -> None:
         self._repertoire = repertoire
+        self._try_all = try_all
         self._courses: dict[int, _Course] = {}
         self._course: _Course | None = None
+        self._last: _Course | None = None  # of the last step that has ended
         self._inputs: int | None = None
         self._asked: set[int] = set()
         self._treated: set[int] = set()
@@ -51,6 +55,14 @@ class Treatments:
     @property
     def tries(self) -> bool:
         return any(course.trying is not None or course.stitched for course in self._courses.values())
+
+    def tried(self) -> Tried:
+        """What is known by now for steps like the last."""
+        course = self._last
+        if course is None or course.plain is None:
+            return Tried(None, self.tries, False)
+        undecided = course.trying is not None or course.stitched or course.plain.guessed or not any(course.basis)
+        return Tried(course.measured() if course.done else None, self.tries, undecided)
 
     @property
     def lacks_times(self) -> bool:
@@ -93,6 +105,7 @@ class Treatments:
         course = self._course
         if course is None:
             return
+        self._last = course
         if step.known is course.plain and step.variant.ratio == 1:
             course.more = step.variant.more
         if self._trials:
@@ -150,7 +163,7 @@ class Treatments:
         return {} if self._waits_little(plain, self._repertoire.nearby(ratio, course.more)) else course.choice
 
     def _waits_little(self, plain: Known, variant: Variant) -> bool:
-        return self._repertoire.waits(plain, variant) <= _WORTH * plain.profile.compute * variant.ratio
+        return self._repertoire.waits(plain, variant) <= WORTH * plain.profile.compute * variant.ratio
 
     def _consider(self, course: _Course, number: int) -> None:
         """Begins to try other ways, or chooses again, where there is a reason."""
@@ -163,7 +176,7 @@ class Treatments:
         if course.done:
             self._choose(course, _BETTER)
             course.number = number
-        elif not self._waits_little(plain, Variant(1.0, course.more)):
+        elif self._try_all or not self._waits_little(plain, Variant(1.0, course.more)):
             course.number = number
             self._next(course)
         else:
@@ -178,7 +191,7 @@ class Treatments:
         course.trying, course.tries = next((how for how in ways if course.layers[how]), None), 0
         if course.trying is None:
             course.done = True
-            self._choose(course, _WORTH)
+            self._choose(course, WORTH)
 
     def _choose(self, course: _Course, better: float) -> None:
         ways = course.measured()
@@ -235,13 +248,13 @@ class _Course:
     def coming(self, layer: int, how: How, *, trial: bool) -> int:
         """The bytes of the device that come while a layer is computed again, at most.
 
-        That is what its forward takes, and then what its backward does, with all that it has saved there at once. A
-        trial has one tensor of these twice. As "cheap" it also has the results that it gets, of which nothing is
-        known before: as much again.
+        A trial has one of its tensors twice. As "cheap" it also has the results that it is given, of which nothing
+        is known before: as much as it saves.
         """
-        _, above, forward, saved, largest = self.backwards[layer]
+        backward = self.backwards[layer]
+        saved = backward.saved
         given = max(0, self.kept.get(layer, 2 * saved) - saved) if how == "cheap" else 0
-        return max(forward, saved + above) + given + (largest if trial else 0)
+        return backward.coming + given + (backward.largest if trial else 0)
 
     def look_at(self, step: StepUnderWay) -> None:
         """Learns from a step with trials what its layers keep then."""

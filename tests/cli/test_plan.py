@@ -98,6 +98,15 @@ def test_a_training_is_planned(tmp_path: Path) -> None:
     assert 1900 << 20 in budgets
     assert all(row["peak"] <= row["budget"] and row["least"] <= row["seconds"] for row in found["sweep"])
     assert found["sweep"][-1]["moved"] == 0 < found["sweep"][0]["moved"]
+    for row in found["sweep"]:
+        others = [row[name] for name in ("plain", "checkpointed", "moving") if row[name] is not None]
+        assert row["seconds"] <= 1.01 * min(others)
+    assert found["sweep"][-1]["plain"] == found["sweep"][-1]["seconds"]
+    assert found["sweep"][0]["plain"] is None
+    assert any(row["mix"] for row in found["sweep"])
+    out, _ = planned("1900MiB", "--hbm", "4GiB", str(script), "1GiB", "5")
+    assert "the step within budgets, as planned" in out
+    assert "5 steps were too few to try how layers are computed again" in out
     out, err = planned("100MiB", str(script), "1GiB", "100", status=1)
     assert "the budget of 100.0 MiB is below" in out
     assert "trying the plan" not in err

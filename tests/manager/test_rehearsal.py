@@ -13,10 +13,12 @@ from tests.policies.planned import gpt
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import budget_between, profile
+from tests.policies.simulated.treated import Model, decoder
 from tiered_mem.choose_policy import Rehearsal
+from tiered_mem.cli.sweep import ways_of
 from tiered_mem.policies import Event
 from tiered_mem.policies.base import StepEnd
-from tiered_mem.rehearsal import MOST, RehearsalOver, Wish
+from tiered_mem.rehearsal import MOST, VARIABLE, RehearsalOver, Wish
 
 pytestmark = pytest.mark.once(why="it needs no device")
 
@@ -25,13 +27,29 @@ STATES = 8 * MIB
 
 
 class Script(Machine):
-    """Trains in a rehearsal. coming: of each step, the bytes of optimizer states that come to stay in it."""
+    """Trains in a rehearsal. coming: of each step, the bytes of optimizer states that come to stay in it.
 
-    def __init__(self, folder: Path, steps: int, coming: Callable[[int], int] = lambda step: 0) -> None:
-        budget = budget_between(profile(STEP), 0.9)
+    model: whose layers can be computed again; records: all ways are to be known.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        coming: Callable[[int], int] = lambda step: 0,
+        *,
+        model: Model | None = None,
+        share: float = 0.9,
+        records: bool = False,
+        recompute: bool = True,
+    ) -> None:
+        self._step = STEP if model is None else model.step()
+        self._remade = None if model is None else model.step
+        budget = budget_between(profile(self._step), share)
         self.file = folder / "found.json"
         self.waits = 0
-        policy = Rehearsal(Wish(steps, budget, self.file), self._count, budget, LINK)
+        wish = Wish(steps, budget, self.file, records)
+        policy = Rehearsal(wish, self._count, budget, LINK, recompute=recompute)
         super().__init__(policy, LINK)
         self._states = policy.states
         self._coming = coming
@@ -39,7 +57,7 @@ class Script(Machine):
     def make(self, steps: int) -> dict[str, Any]:
         """What is found after some steps."""
         for _ in range(steps):
-            self.run(STEP)
+            self.run(self._step, remade=self._remade)
         return self.found()
 
     def make_all(self) -> dict[str, Any]:
@@ -92,3 +110,47 @@ def test_states_that_never_rest_are_told_of(tmp_path: Path) -> None:
         found["missing"]
         == "optimizer states came to the device or left it in all of them: 12 B of 8.0 MiB are there"
     )
+
+
+def test_a_recording_tries_all_ways_though_nothing_waits(tmp_path: Path) -> None:
+    script = Script(tmp_path, steps=4, model=decoder(4), share=1.0, records=True)
+    found = script.make_all()
+    assert 4 < found["steps"] < MOST * 4
+    assert (found["missing"], found["undecided"]) == ("", False)
+    ways = ways_of(found)
+    assert list(ways.steps) == [None, "cheap", "full"]
+    model = decoder(4)
+    for way, step in ways.steps.items():
+        assert step.profile.nbytes == model.recorded(model.all(way)).profile.nbytes
+    assert sum(ways.steps[None].profile.seconds) == pytest.approx(sum(found["step"]["seconds"]))
+
+
+def test_a_try_of_a_plan_tries_no_more_than_it_would(tmp_path: Path) -> None:
+    found = Script(tmp_path, steps=4, model=decoder(4), share=1.0).make_all()
+    assert (found["steps"], found["ways"]) == (4, [])
+
+
+def test_a_script_that_ends_before_all_ways_were_tried_has_a_report_all_the_same(tmp_path: Path) -> None:
+    script = Script(tmp_path, steps=4, model=decoder(4), share=1.0, records=True)
+    found = script.make(6)
+    assert (found["missing"], found["undecided"], found["ways"]) == ("", True, [])
+    assert list(ways_of(found).steps) == [None]
+
+
+def test_where_computing_again_is_forbidden_nothing_is_tried(tmp_path: Path) -> None:
+    found = Script(tmp_path, steps=4, model=decoder(4), share=0.3, records=True, recompute=False).make_all()
+    assert (found["steps"], found["undecided"], found["ways"]) == (4, False, [])
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_a_wish_is_read_as_it_was_said(records: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wish = Wish(4, 1 << 30, tmp_path / "a:b", records)
+    monkeypatch.setenv(VARIABLE, wish.said())
+    assert Wish.of_environment() == wish
+
+
+@pytest.mark.parametrize("said", ["4", "4:100:file", "4:100:watch:file", "four:100:try:file"])
+def test_a_wish_that_cannot_be_read_is_refused(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, said)
+    with pytest.raises(ValueError, match="is not STEPS:BUDGET:record:FILE or STEPS:BUDGET:try:FILE"):
+        Wish.of_environment()

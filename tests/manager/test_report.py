@@ -24,6 +24,7 @@ with torch.device("npu"):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.Tanh()) for _ in range(8)))
     x = torch.zeros(8192, 4096)
 policy = dict(policy="auto", device_budget=sys.argv[1] if len(sys.argv) > 1 else None)
+policy |= {"recompute": False} if "moving" in sys.argv else {}
 with TieringManager(device="npu", host_bytes="4GiB", **policy) as manager, manager.attach(model):
     for step in range(6):
         torch.npu.synchronize()
@@ -82,7 +83,7 @@ def test_the_report_tells_what_the_timeline_shows(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     options = ("--clock", "910b3", "--dry", "--hbm", "8GiB", "--h2d", "4GB/s", "--d2h", "4GB/s")
-    done = run(*EMULATOR, *options, str(script), "1700MiB", cwd=tmp_path, pythonpath=Path.cwd())
+    done = run(*EMULATOR, *options, str(script), "1700MiB", "moving", cwd=tmp_path, pythonpath=Path.cwd())
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     report = said["report"]
@@ -96,3 +97,26 @@ def test_the_report_tells_what_the_timeline_shows(tmp_path: Path) -> None:
     for stall in report["stalls"]:
         assert stall["seconds"] == pytest.approx(stall["measured"], abs=0.02 * report["measured"])
     assert report["planned_hidden"] == pytest.approx(report["measured_hidden"], abs=0.05)
+    assert report["treatments"] == []
+    assert any(text.startswith('TieringManager(recompute="auto")') for text in report["advice"])
+
+
+@pytest.mark.slow(why="a process trains in a dry run")
+@pytest.mark.skipif(not EMULATED, reason="it is about modelled time")
+def test_the_report_tells_which_layers_are_computed_again(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    steps = TRAIN.replace("range(6)", "range(19)").replace("step == 4", "step == 17")
+    script.write_text(steps.replace("nn.Tanh()", "nn.Tanh(), nn.Sigmoid()"))
+    options = ("--clock", "910b3", "--dry", "--hbm", "8GiB", "--h2d", "4GB/s", "--d2h", "4GB/s")
+    done = run(*EMULATOR, *options, str(script), "1700MiB", cwd=tmp_path, pythonpath=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    report = said["report"]
+    again = [each for each in report["treatments"] if each["how"] is not None]
+    assert again
+    assert sorted(layer for each in report["treatments"] for layer in each["layers"]) == list(range(8))
+    assert all(each["less"] > 0 and each["again"] > 0 for each in again)
+    assert report["trying"] is False
+    assert report["measured_peak"] <= report["planned_peak"] <= 1700 << 20
+    assert said["seconds"] <= report["measured"] < 0.3  # moving alone takes 0.62
+    assert report["planned"] == pytest.approx(report["measured"], rel=0.03)

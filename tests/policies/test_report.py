@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_the_report_has_the_figures_of_the_step() -> None:
     assert f"step     {report.planned * 1e3:.1f} ms planned" in str(report)
 
 
-def advice(step: Profile, budget: int, count: int, link: Link = SECOND, **more: int) -> tuple[str, ...]:
+def advice(step: Profile, budget: int, count: int, link: Link = SECOND, **more: Any) -> tuple[str, ...]:
     return Adviser(step, names(count), blocks(count), budget, link, **more).advice()
 
 
@@ -117,11 +118,14 @@ def with_ends(count: int) -> tuple[Profile, list[Name], list[Name]]:
     return profile, found, kept
 
 
-def test_layers_that_are_better_computed_twice_are_named() -> None:
+def test_layers_that_are_better_computed_twice_are_named_where_that_is_forbidden() -> None:
     step, found, kept = with_ends(4)
-    adviser = Adviser(step, found, kept, 72, SECOND)
     now = plan(step, 72, SECOND)
-    told = [text for text in adviser.advice() if text.startswith("checkpoint ")]
+    told, on = (
+        [text for text in Adviser(step, found, kept, 72, SECOND, recompute=on).advice() if "recompute" in text]
+        for on in (False, True)
+    )
+    assert on == []  # it is done, where it helps
     again = checkpointed(step, found, kept, range(4))
     assert sum(again.seconds) == sum(step.seconds) + 4 * 0.5
     assert again.nbytes == [8] * 4
@@ -130,8 +134,8 @@ def test_layers_that_are_better_computed_twice_are_named() -> None:
     assert after.waits == 0
     less = sum(step.nbytes[b] for b in now.release)
     assert told == [
-        f"checkpoint layers 0 to 3: {less} B less to move, and 2000.0 ms of computing again in place of "
-        f"{format_seconds(now.waits)} of waiting"
+        'TieringManager(recompute="auto") chooses which layers to compute again: with layers 0 to 3 it is '
+        f"{less} B less to move, and 2000.0 ms of computing in place of {format_seconds(now.waits)} of waiting"
     ]
 
 

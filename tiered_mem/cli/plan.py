@@ -2,10 +2,11 @@
 
 Runs SCRIPT, which trains with TieringManager(policy="auto"), on the emulated NPU in dry runs: memory is counted and
 time is modelled, nothing is computed, and no device is needed. The first run has all the memory that it wants, and
-is recorded. The second one has the budget, and tries the plan. Each is ended after STEPS steps, or after more where
-optimizer states have not come to rest by then, by an exception out of the forward that would begin the next one;
-`with` and `finally` blocks run. What the script saves is all zeros, so let it save to another place. Options come
-before SCRIPT; what comes after it is the script's. The exit status is 1 if the training does not fit.
+is recorded, also with its layers computed again. The second one has the budget, and tries the plan. Each is ended
+after STEPS steps, or after more where it is not known by then how layers are treated best, or optimizer states have
+not come to rest, by an exception out of the forward that would begin the next one; `with` and `finally` blocks run.
+What the script saves is all zeros, so let it save to another place. Options come before SCRIPT; what comes after it
+is the script's. The exit status is 1 if the training does not fit.
 """
 
 from __future__ import annotations
@@ -23,22 +24,20 @@ from pathlib import Path
 from typing import Any
 
 from ..policies.planning import BudgetTooSmall, Link, Profile, plan
-from ..policies.planning.advice import moved
-from ..policies.planning.disk_and_states import StatesShare, explained, states_to_keep
-from ..policies.planning.profile import floor
-from ..rehearsal import MOST, VARIABLE
+from ..policies.planning.disk_and_states import StatesShare, explained
+from ..rehearsal import MOST, VARIABLE, Wish
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, write_json
+from .sweep import BudgetRow, Sweep, ways_of
 
 _EMULATOR = "ascend_emulator"
 # Of the device, beside the budget: torch's allocator has memory in pieces that nobody can use.
 _FRAGMENTS = 0.04
-_POINTS = 8
 # Of a device that has room for everything: nothing is behind the memory of a dry run.
 _AMPLE = 1 << 42
 _NEEDED = (
     "It has to train at least 3 steps: the first is recorded, and one that went by the plan is measured when the "
-    'next begins; with residency="auto" it takes one or two more'
+    'next begins; with residency="auto" it takes one or two more, and to try how layers are computed again five'
 )
 
 
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=4,
         help="how many are made in a run, at least 3 (4); up to 4 times as many where that takes it",
     )
-    parser.add_argument("--sweep", action="store_true", help="plan for other budgets too")
+    parser.add_argument("--sweep", action="store_true", help="plan for other budgets than the one too")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the sweep; it takes matplotlib")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own")
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot takes matplotlib, which is not installed: pip install matplotlib, or use --sweep")
     _check(options)
-    status, ample = _rehearse(options, "recording", _AMPLE, _AMPLE // 2)
+    status, ample = _rehearse(options, "recording", _AMPLE, _AMPLE // 2, records=True)
     if status:
         raise ValueError(
             f"{options.script} has failed in its recording, after {_steps(ample)}, with exit status {status}. It "
@@ -83,14 +82,17 @@ def run(options: argparse.Namespace) -> int:
     _complete(options, ample)
     step, link = Profile(**ample["step"]), Link(**ample["link"])
     problem, report, text = _try(options, step, link, ample["names"])
-    states = StatesShare(**ample["states"])
-    plans = _sweep(step, link, states, options.budget) if options.sweep or options.plot is not None else []
+    sweep = Sweep(ways_of(ample), link, StatesShare(**ample["states"]))
+    others = sweep.budgets() if options.sweep or options.plot is not None else []
+    plans = sweep.within({*others, options.budget})
     if options.plot is not None:
         _draw(plans, options)
     if options.json:
-        write_json({"problem": problem, "report": report, "sweep": plans})
+        write_json({"problem": problem, "report": report, "sweep": [each.as_dict() for each in plans]})
     else:
         _show(problem or text, plans, options, fits=not problem)
+        if ample["undecided"]:
+            console().print(plain(f"{_steps(ample)} were too few to try how layers are computed again. {_NEEDED}"))
     return 1 if problem else 0
 
 
@@ -126,13 +128,16 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(done.stderr.strip().removeprefix(f"{_EMULATOR}: ") or f"{_EMULATOR} does not run")
 
 
-def _rehearse(options: argparse.Namespace, what: str, hbm: int, budget: int) -> tuple[int, dict[str, Any]]:
+def _rehearse(
+    options: argparse.Namespace, what: str, hbm: int, budget: int, *, records: bool = False
+) -> tuple[int, dict[str, Any]]:
     """Runs the script on a device with so much memory. Its exit status, and what it has found."""
     sys.stderr.write(f"tiered-mem: {what}, {options.steps} steps\n")
     with tempfile.TemporaryDirectory(prefix="tiered-mem-plan-") as folder:
         file = Path(folder) / "found.json"
         command = [*_emulator(options, hbm), options.script, *options.arguments]
-        environment = os.environ | {VARIABLE: f"{options.steps}:{budget}:{file}"}
+        wish = Wish(options.steps, budget, file, records=records)
+        environment = os.environ | {VARIABLE: wish.said()}
         environment.pop("TIERED_MEM_HOST_LIMIT", None)  # is of this machine
         done = subprocess.run(command, env=environment, stdout=sys.stderr)
         nothing = {"steps": 0, "missing": 'it made no TieringManager(policy="auto") for the device'}
@@ -160,79 +165,61 @@ def _steps(found: dict[str, Any]) -> str:
     return f"{found['steps']} step{'' if found['steps'] == 1 else 's'}"
 
 
-def _sweep(step: Profile, link: Link, states: StatesShare, budget: int) -> list[dict[str, float]]:
-    """Plans for budgets from the least possible one to what is enough to move nothing, and for the asked one.
-
-    In bytes and seconds.
-    """
-    least, most = max(floor(step.moments)[0], states.step_peak), max(step.moments.full) + states.total
-    budgets = {least + (most - least) * k // (_POINTS - 1) for k in range(_POINTS)} | {budget}
-    return [_planned(step, link, states, each) for each in sorted(budgets) if each >= least]
-
-
-def _planned(step: Profile, link: Link, states: StatesShare, budget: int) -> dict[str, float]:
-    kept = states_to_keep(step, budget, link, states)[0] if states.total else 0
-    made = plan(step, budget - kept, link)
-    passing = link.exchange(states.total - kept)
-    return {
-        "budget": budget,
-        "peak": max(made.peak, states.step_peak) + kept,
-        "seconds": made.seconds + passing,
-        "waits": made.waits,
-        "least": made.bound + passing,
-        "moved": moved(step, made),
-        "states_kept": kept,
-    }
-
-
-def _show(text: str, plans: Sequence[dict[str, float]], options: argparse.Namespace, *, fits: bool) -> None:
+def _show(text: str, plans: Sequence[BudgetRow], options: argparse.Namespace, *, fits: bool) -> None:
     screen = console()
     screen.print(plain(f"{options.script} on a modelled {options.chip}, in a dry run"), soft_wrap=True)
     for line in text.splitlines():
         screen.print(plain(line), soft_wrap=True)
     if plans:
-        columns = {
-            "budget": True,
-            "peak": True,
-            "step": True,
-            "waits": True,
-            "moved": True,
-            "states": True,
-            "": False,
-        }
+        columns = ("budget", "plain", "checkpointed", "moving", "auto", "moved", "states")
+        shown = {name: True for name in columns} | {"computed again": False, "": False}
         rows = [
             (
-                format_bytes(int(each["budget"])),
-                format_bytes(int(each["peak"])),
-                format_seconds(each["seconds"]),
-                format_seconds(each["waits"]),
-                format_bytes(int(each["moved"])),
-                format_bytes(int(each["states_kept"])),
-                "asked for" if each["budget"] == options.budget else "",
+                *(format_bytes(each.budget), _seconds(each.plain)),
+                *(_checkpointed(each), _seconds(each.moving), _seconds(each.seconds)),
+                *(format_bytes(each.moved), format_bytes(each.states_kept)),
+                *(_mix(each), "asked for" if each.budget == options.budget else ""),
             )
             for each in plans
         ]
-        screen.print(table("other budgets, as planned", columns, rows))
+        screen.print(table("the step within budgets, as planned", shown, rows))
     if fits:
         told = format_bytes(options.budget)
         budget = f'"{told}"' if parse_bytes(told) == options.budget else options.budget
         screen.print(f'use: TieringManager(policy="auto", device_budget={budget})')
 
 
-def _draw(plans: Sequence[dict[str, float]], options: argparse.Namespace) -> None:
-    """Draws the sweep: peak memory against the step's time."""
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
+
+
+def _checkpointed(step: BudgetRow) -> str:
+    told = _seconds(step.checkpointed)
+    return told if step.checkpointed_layers is None else f"{told} ({step.checkpointed_layers})"
+
+
+def _mix(step: BudgetRow) -> str:
+    """Such as "18 cheap, 2 full"."""
+    return ", ".join(f"{count} {how}" for how, count in sorted(step.mix.items())) or "-"
+
+
+def _draw(plans: Sequence[BudgetRow], options: argparse.Namespace) -> None:
+    """Draws the sweep: the budget against the step's time."""
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("agg")
     figure, axes = importlib.import_module("matplotlib.pyplot").subplots()
-    peaks = [each["peak"] / 2**30 for each in plans]
     for name, seconds in (
-        ("planned", [each["seconds"] for each in plans]),
-        ("no plan is below", [each["least"] for each in plans]),
+        ("plain", [each.plain for each in plans]),
+        ("checkpointed, best number of layers", [each.checkpointed for each in plans]),
+        ("moving alone", [each.moving for each in plans]),
+        ('policy="auto"', [each.seconds for each in plans]),
+        ("no plan with its mix is below", [each.least for each in plans]),
     ):
-        axes.plot(peaks, seconds, marker=".", label=name)
+        there = [(each.budget / 2**30, s) for each, s in zip(plans, seconds, strict=True) if s is not None]
+        axes.plot([x for x, _ in there], [y for _, y in there], marker=".", label=name)
     axes.axvline(options.budget / 2**30, linestyle=":", label="asked for")
     axes.set(
-        xlabel="peak of device memory, GiB",
+        xlabel="budget of device memory, GiB",
         ylabel="seconds of a step",
         title=f"{Path(options.script).name}, {options.chip}",
     )
