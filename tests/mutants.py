@@ -11,7 +11,8 @@ Tests must fail for each. A mutant is a copy of the repository with one change:
   it, and of what it calls;
 - the manager's turn is not taken, or not given, or what was dropped meanwhile is not given up;
 - a planned policy does not keep its budget where a step is not as planned; its planner does not know when copies
-  end, or brings a block back before others that are used earlier.
+  end, or brings a block back before others that are used earlier; or nobody expects what comes at once when a layer
+  is computed again.
 
 Those without a mark are left out unless --marks is given: test_interrupt_sweep.py, which has to find them, shows in
 one run that it would fail without any one of the marks.
@@ -86,8 +87,17 @@ SHELF = code("shelf", folder="tiers/")
 COPIES = [*code("transfer", folder="device/"), *code("host_tier", folder="tiers/"), *code("manager")]
 OPTIMIZER = ("pipeline", "states", "bucket")
 OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
-PLANS = {"_copies_end": "ready", "_running_maxima": "{0}", "_guard": "[]"}
-PLANNING = [*code("planner", "copies", folder="policies/planning/"), *code("player", folder="policies/planning/")]
+PLANS = {
+    "_copies_end": "ready",
+    "_running_maxima": "{0}",
+    "_guard": "[]",
+    "_expected": "{2}",
+    "_with_room": "sorted({0}.backwards)",
+}
+PLANNING = [
+    *code("planner", "copies", folder="policies/planning/"),
+    *code("player", "treatments", folder="policies/planning/"),
+]
 TURN_TESTS = [
     *found_by("manager", folder="manager/"),
     *found_by("dropped_blocks", "abandoned_graphs", folder=WING),
@@ -108,7 +118,7 @@ SUBJECTS = (
     Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
     Subject(
         PLANNING,
-        found_by("planner", "planned_policy", "planned_policy_deviations", folder="policies/"),
+        found_by("planner", "planned_policy", "planned_policy_deviations", "treatments", folder="policies/"),
         calls=(),
         values=PLANS,
     ),

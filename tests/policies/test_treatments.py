@@ -58,6 +58,13 @@ def test_the_budget_is_kept_where_no_layer_has_room_to_be_computed_again(share: 
     assert max(training.step().peak for _ in range(SETTLED)) <= training.budget
 
 
+@pytest.mark.parametrize("share", [0.02, 0.06, 0.1, 0.14])
+def test_the_budget_is_kept_where_some_layers_have_room_to_be_computed_again(share: float) -> None:
+    """The gradients that have come by then are large, so that the first layers have less room than the last."""
+    training = Training(Model(decoder(LAYERS).layers, 96 << 20), share)
+    assert max(training.step().peak for _ in range(SETTLED)) <= training.budget
+
+
 def test_nothing_is_tried_where_nothing_waits() -> None:
     training = Training(decoder(LAYERS), 1.0)
     training.settled()
