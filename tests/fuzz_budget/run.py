@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tests.fuzz_budget.case import Case, draw_case
 from tests.fuzz_budget.judge import Finding, judge
+from tests.fuzz_budget.models import COSTS
 from tests.fuzz_budget.training import Outcome, train
 
 _OWN_OPTIONS = ("--programs", "--seconds", "--seed", "--case")
@@ -69,8 +70,17 @@ def run_case(number: int) -> Verdict:
         return Verdict(case, budget, (Finding(f"raises {type(error).__name__}", text),), plain)
     modelled = bool(os.environ.get("ASCEND_EMULATOR_CLOCK"))
     registered = case.optimizer.residency in ("host", "disk", "auto")
-    findings = judge(plain, tiered, budget, registered=registered, modelled=modelled)
+    # A layer that was just computed again; and with "cheap", of each layer a result that autograd does not save.
+    more = {None: 0, "full": _costliest(case), "cheap": _costliest(case) + len(case.model.layers)}[
+        case.manager.recompute
+    ]
+    trial = int(more * max(step.rows for step in case.steps) * case.model.nbytes)
+    findings = judge(plain, tiered, budget, registered=registered, modelled=modelled, trial=trial)
     return Verdict(case, budget, tuple(findings), plain, tiered)
+
+
+def _costliest(case: Case) -> int:
+    return max(COSTS[kind] for kind in case.model.layers)
 
 
 def again(number: int) -> str:

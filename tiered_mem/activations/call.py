@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -22,21 +22,23 @@ class Call:
     Of weights it is the tensors themselves that count: FSDP2 puts others into their places after the forward. The
     checkpoint sees to the inputs from the forward's end on.
 
-    compiled: a part of the layer is. A dispatch mode would make it run as it was written.
+    begins: told when the layer is computed again. parts: the layer, and the modules inside of it. compiled: one of
+        them is. A dispatch mode would make it run as it was written.
     """
 
-    def __init__(self, forward: Forward, layer: int, module: Module, leaves: Sequence[Any], structure: Any) -> None:
-        self.forward = forward
-        self.layer = layer
-        self.module = module
+    def __init__(
+        self, begins: Callable[[], None], parts: Sequence[Module], leaves: Sequence[Any], structure: Any
+    ) -> None:
+        self._begins = begins
+        self.module = parts[0]
         self.leaves = leaves
         self._structure = structure
-        self._modes = [(each, each.training) for each in module.modules()]
-        self.compiled = any(is_compiled(each) for each, _ in self._modes)
-        self._weights = [(name, each, _version(each)) for name, each in module.named_parameters()]
+        self._modes = [(each, each.training) for each in parts]
+        self.compiled = any(map(is_compiled, parts))
+        self._weights = [(each, _version(each)) for each in weights_of(parts)]
         self._buffers = [
             (each._buffers, name, tensor, _version(tensor))
-            for each, _ in self._modes
+            for each in parts
             for name, tensor in each._buffers.items()
             if tensor is not None
         ]
@@ -45,7 +47,7 @@ class Call:
 
     def again(self, *leaves: Any) -> None:
         """Computes the layer again. Raises NotRepeatable where it would not begin as it did."""
-        self.forward.begin_backward(self.layer)
+        self._begins()
         if why := self._other_now():
             raise NotRepeatable(type(self.module).__name__, why)
         args, named = tree_unflatten(leaves, self._structure)
@@ -66,7 +68,11 @@ class Call:
                 prefixes = (prefix for prefix, each in self.module.named_modules() if each._buffers is owner)
                 prefix = next(prefixes, "")
                 return f"buffer {prefix}.{name}" if prefix else f"buffer {name}"
-        return next((f"weight {name}" for name, each, version in self._weights if _version(each) != version), None)
+        for weight, version in self._weights:
+            if _version(weight) != version:
+                names = (name for name, each in self.module.named_parameters() if each is weight)
+                return f"weight {next(names, '')}".rstrip()
+        return None
 
     def _other_now(self) -> str | None:
         if found := self._changed_state():
@@ -76,16 +82,6 @@ class Call:
         if self._settings != settings():
             return "its backward runs under other settings of torch, such as sdpa_kernel() or set_default_dtype()"
         return None
-
-
-class Forward(Protocol):
-    """The forward that a layer is a part of, a `ForwardPass`: it keeps what is saved, and knows of the backward."""
-
-    def begin_backward(self, layer: int) -> None: ...
-
-    def pack(self, tensor: torch.Tensor) -> Any: ...
-
-    def unpack(self, saved: Any) -> torch.Tensor: ...
 
 
 class Kind(NamedTuple):
@@ -99,15 +95,32 @@ class Kind(NamedTuple):
     settings: tuple[object, ...]
 
     @classmethod
-    def of(cls, how: How, module: Module, leaves: Iterable[object]) -> Kind:
-        modules = tuple((type(each), each.training) for each in module.modules())
-        weights = tuple((each.shape, each.dtype, each.requires_grad) for each in module.parameters())
+    def of(cls, how: How, parts: Sequence[Module], leaves: Iterable[object]) -> Kind:
+        modules = tuple([(type(each), each.training) for each in parts])
+        weights = tuple([(each.shape, each.dtype, each.requires_grad) for each in weights_of(parts)])
         inputs = tuple(map(_described, leaves))
         devices = {each.device.type for each in tensors_among(leaves)} | {"cpu"}
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind)) for kind in sorted(devices) if torch.is_autocast_enabled(kind)
         )
         return cls(how, modules, weights, inputs, autocast, settings())
+
+
+def parts_of(layer: Module) -> list[Module]:
+    """The layer and all modules inside of it, each once. In a third of the time of its own modules()."""
+    found = {layer: None}
+    left = [layer]
+    while left:
+        for each in left.pop()._modules.values():
+            if each is not None and each not in found:
+                found[each] = None
+                left.append(each)
+    return list(found)
+
+
+def weights_of(parts: Iterable[Module]) -> list[torch.nn.Parameter]:
+    """The parameters of these modules, as often as they have them."""
+    return [weight for each in parts for weight in each._parameters.values() if weight is not None]
 
 
 def host_random() -> object:

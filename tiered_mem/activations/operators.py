@@ -20,7 +20,7 @@ from ..device.torch_private import (
 from ..errors import NotRepeatable
 
 
-class Watch(DispatchMode):  # type: ignore[no-untyped-call]
+class Watch(DispatchMode):
     """Keeps the results of all dear operators in a layer, and looks for what must not be computed again.
 
     save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
@@ -109,7 +109,7 @@ class Seen(NamedTuple):
     versions: Sequence[tuple[torch.Tensor, int]]
 
 
-class KeepResults(DispatchMode):  # type: ignore[no-untyped-call]
+class KeepResults(DispatchMode):
     """Keeps some results of dear operators: those with these numbers, counted from the layer's beginning.
 
     One that is called otherwise than in the trial may draw random numbers now, and is computed again.
@@ -132,7 +132,7 @@ class KeepResults(DispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class GiveResults(DispatchMode):  # type: ignore[no-untyped-call]
+class GiveResults(DispatchMode):
     """Gives what was kept in place of computing it again."""
 
     def __init__(self, kept: Mapping[int, Result]) -> None:
@@ -155,7 +155,7 @@ class GiveResults(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Result(NamedTuple):
-    """What an operator has returned. Its tensors are blocks."""
+    """What an operator has returned. Its tensors are blocks. structure: None for one tensor, as it is in most."""
 
     func: Any
     leaves: Sequence[Any]
@@ -164,6 +164,8 @@ class Result(NamedTuple):
     @classmethod
     def of(cls, func: Any, result: Any, save: Save) -> Result:
         # Detached, as autograd is about to make these very tensors its own: the graph would hold itself.
+        if isinstance(result, torch.Tensor):
+            return cls(func, (Kept(save(result.detach())),), None)
         leaves, structure = tree_flatten(result)
         kept = [Kept(save(each.detach())) if isinstance(each, torch.Tensor) else each for each in leaves]
         return cls(func, kept, structure)
@@ -171,7 +173,7 @@ class Result(NamedTuple):
     def load(self) -> Any:
         """The same again, as often as it is asked for."""
         loaded = [each.saved.load().detach() if isinstance(each, Kept) else each for each in self.leaves]
-        return tree_unflatten(loaded, self.structure)
+        return loaded[0] if self.structure is None else tree_unflatten(loaded, self.structure)
 
 
 class Kept(NamedTuple):

@@ -32,7 +32,7 @@ from ..ground.arguments import one_of
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import plain_tensors
 from ..policies.base import How
-from .call import Call, Kind, contents, holds_more, host_random
+from .call import Call, Kind, contents, holds_more, host_random, parts_of
 from .hooks import ForwardPass, Saved, is_checkpoint, saving_hook
 from .operators import CHECKPOINT_INSIDE, GiveResults, KeepResults, Operation, Watch, tensors_among
 
@@ -82,20 +82,21 @@ class Recomputer:
             return None
         _import_what_compiles()
         leaves, structure = tree_flatten((tuple(args), dict(named)))
-        kind = Kind.of(how, module, leaves)
+        parts = parts_of(module)
+        kind = Kind.of(how, parts, leaves)
         verdict = self._kinds.setdefault(kind, Verdict(type(module).__name__))
         if len(self._kinds) > _MOST_KINDS:
             self._kinds.pop(next(iter(self._kinds)), None)
         trial = verdict.under_way
         if verdict.excluded or (trial is not None and trial.running):
             return None
-        call = Call(forward, layer, module, leaves, structure)
+        call = Call(functools.partial(forward.begin_backward, layer), parts, leaves, structure)
         if call.compiled:
             how = "full"
         if module in verdict.equal or (trial is not None and not self._at_once):
             verdict.trusted = True
-            return TrustedCall(call, verdict, how, known=module in verdict.equal)
-        return TrialCall(call, verdict, how, exact=not self._allow)
+            return TrustedCall(forward, call, verdict, how, known=module in verdict.equal)
+        return TrialCall(forward, call, verdict, how, exact=not self._allow)
 
 
 class RecomputedCall:
@@ -108,7 +109,8 @@ class RecomputedCall:
 
     is_trial = False
 
-    def __init__(self, call: Call, verdict: Verdict, how: How) -> None:
+    def __init__(self, forward: ForwardPass, call: Call, verdict: Verdict, how: How) -> None:
+        self._forward = forward
         self._call = call
         self._verdict = verdict
         self._how = how
@@ -131,10 +133,10 @@ class RecomputedCall:
 class TrustedCall(RecomputedCall):
     """A call of a kind that has been looked at, or is just being. known: this very layer has had its trial."""
 
-    def __init__(self, call: Call, verdict: Verdict, how: How, *, known: bool) -> None:
+    def __init__(self, forward: ForwardPass, call: Call, verdict: Verdict, how: How, *, known: bool) -> None:
         self._known = known
         self._look: Look | None = None
-        super().__init__(call, verdict, how)
+        super().__init__(forward, call, verdict, how)
 
     def end(self, output: object) -> None:
         super().end(output)
@@ -147,7 +149,7 @@ class TrustedCall(RecomputedCall):
     def _contexts(self) -> Contexts:
         if self._how == "full":
             return Within(self._around), nullcontext()
-        keep = KeepResults(self._call.forward.pack, self._verdict.wanted)
+        keep = KeepResults(self._forward.pack, self._verdict.wanted)
         return Within(lambda: [*self._around(), keep]), GiveResults(keep.kept)
 
     def _around(self) -> Sequence[AbstractContextManager[Any]]:
@@ -174,16 +176,16 @@ class TrialCall(RecomputedCall):
 
     is_trial = True
 
-    def __init__(self, call: Call, verdict: Verdict, how: How, *, exact: bool) -> None:
+    def __init__(self, forward: ForwardPass, call: Call, verdict: Verdict, how: How, *, exact: bool) -> None:
         self._exact = exact
-        self._watch = Watch(None if how == "full" else call.forward.pack, is_checkpoint)
+        self._watch = Watch(None if how == "full" else forward.pack, is_checkpoint)
         self._look: Look | None = Look(call, self._watch)
         self._saves = 0
         self._left = 0
         self._compared = False
         self.running = True
         verdict.trial = weakref.ref(self)
-        super().__init__(call, verdict, how)
+        super().__init__(forward, call, verdict, how)
 
     def end(self, output: object) -> None:
         super().end(output)
@@ -216,10 +218,10 @@ class TrialCall(RecomputedCall):
         self._watch.saves = self._saves
         self._left += 1
         unwritten = any(tensor is each or tensor.data_ptr() == each.data_ptr() for each in self._watch.unwritten)
-        return Twice(self, drop(tensor), self._call.forward.pack(tensor), exact=self._exact and not unwritten)
+        return Twice(self, drop(tensor), self._forward.pack(tensor), exact=self._exact and not unwritten)
 
     def _unpack(self, compute: Callable[[Any], torch.Tensor], twice: Twice) -> torch.Tensor:
-        right = self._call.forward.unpack(twice.kept)
+        right = self._forward.unpack(twice.kept)
         verdict = self._verdict
         if verdict.excluded:
             return right

@@ -92,9 +92,6 @@ AsPlainTensors: Any = _found("_C.DisableTorchFunctionSubclass")
 deeper_autocast: Callable[[], int] = _found("autocast_increment_nesting")
 less_deep_autocast: Callable[[], int] = _found("autocast_decrement_nesting")
 
-# Sees each operator that is called on a tensor while it is entered.
-DispatchMode = TorchDispatchMode
-
 tree_leaves: Callable[..., list[Any]] = _found("utils._pytree.tree_leaves")
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _found("utils._pytree.tree_flatten")
 tree_unflatten: Callable[[Iterable[Any], Any], Any] = _found("utils._pytree.tree_unflatten")
@@ -156,6 +153,21 @@ def compile_never(function: Callable[..., Any], why: str) -> None:
 
 
 _found("nn.Module._compiled_call_impl")
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operator that is called on a tensor while it is entered, and is never traced.
+
+    What torch puts around a subclass to that end calls three functions of Python for each operator.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+        compile_never(cls.__torch_dispatch__, "tiered_mem looks at operators here")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
