@@ -17,7 +17,10 @@ pytestmark = pytest.mark.once(why="it needs no device")
 
 FILE = ROOT / "tiered_mem" / "device" / "torch_private.py"
 # Used by these names elsewhere too. FILE looks whether torch has them.
-OF_TORCH = {"_base", "_buffers", "_foreach_copy_", "_modules", "_parameters", "_version", *OPTIMIZER_HOOKS}
+OF_TORCH = {
+    *("_base", "_buffers", "_foreach_copy_", "_indices", "_modules", "_parameters", "_version"),
+    *OPTIMIZER_HOOKS,
+}
 # Of the standard library, and of a framework whose class an integration derives from.
 OF_OTHERS = {"_getframe", "_name", "_replace", "_build_model_optimizer"}
 

@@ -19,7 +19,7 @@ from tiered_mem.tiers.measure import measured_tier, room_for
 # What only reads, makes an object of its own, or does no more than call what is not interrupted.
 HARMLESS = {
     "__init__.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
-    "arguments.py": ["instance", "items", "whole_number", "yes_or_no"],
+    "arguments.py": ["<genexpr>", "instance", "items", "one_of", "whole_number", "yes_or_no"],
     "attachment.py": [
         *("__enter__", "__exit__", "remove"),
         *("begin_around", "begin_layer", "end_around", "end_layer"),
@@ -49,9 +49,10 @@ HARMLESS = {
     # What runs inside of a layer's forward, or computes it again, is the user's: the call ends with the interrupt.
     "operators.py": [
         *("<genexpr>", "<listcomp>", "<setcomp>", "__enter__", "__torch_dispatch__", "_random_states", "is_dear"),
-        *("load", "of"),
+        *("_numbers_of_a_draw", "load", "of", "tensors_among"),
     ],
-    "recompute.py": ["_bits", "_same_bits", "_unpack", "again", "check", "same_bits"],
+    "call.py": ["<genexpr>", "_changed_state", "_other_now", "again", "settings"],
+    "recompute.py": ["<lambda>", "_bits", "_parts", "_same_bits", "_unpack", "again", "check", "same_bits"],
     "report.py": ["__init__"],
     "resting.py": ["__getitem__", "__init__", "__len__", "_alive", "in_order"],
     "sizes.py": ["_parsed", "format_bytes", "parse_bytes"],
@@ -227,4 +228,4 @@ def test_a_sweep_can_fail() -> None:
     sweep = Sweep()
     sweep.run(lambda: LayerOrderPolicy(3).check(4))
     policy = {"by_layer.py:__init__", "layer_order.py:__init__", "layer_order.py:check", "places.py:__init__"}
-    assert sweep.inside == policy | {"arguments.py:whole_number"}
+    assert sweep.inside == policy | {"arguments.py:whole_number", "arguments.py:one_of", "arguments.py:<genexpr>"}

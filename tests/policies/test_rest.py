@@ -22,7 +22,7 @@ class Asking(PlannedPolicy):
     """A planned policy that keeps what it has asked for at each event."""
 
     def __init__(self, budget: int) -> None:
-        super().__init__(budget, LINK)
+        super().__init__(budget, LINK, recompute=False)
         self.asked: list[Collection[type[OnRequest]]] = []
 
     def decide(self, event: Event):  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..device.torch_private import (
+    TRILINEAR,
     DispatchMode,
     deeper_autocast,
     less_deep_autocast,
@@ -52,8 +53,8 @@ class Watch(DispatchMode):
             self.why = f"{func.name()} draws from a generator of its own, which nobody restores"
         elif self._checkpoint():
             self.why = CHECKPOINT_INSIDE
-        if func is _AUTOCASTS_INSIDE and (self._autocast or _depth_of_autocast() > self._deep):
-            self.disturbs = f"autocast casts inside of {_AUTOCASTS_INSIDE}, but not while it is watched"
+        if func is TRILINEAR and (self._autocast or _depth_of_autocast() > self._deep):
+            self.disturbs = f"autocast casts inside of {TRILINEAR}, but not while it is watched"
         if not is_dear(func):
             return func(*args, **named)
         devices = {each.device for each in tensors_among(tree_leaves((args, named)))}
@@ -197,8 +198,6 @@ Save = Callable[[torch.Tensor], Loads]
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 # Products, attention and convolutions, by the names that torch and the backends' packages give them.
 _DEAR = re.compile(r"attention|matmul|linear$|convolution|(^|_)conv|(^|_)(mm|bmm|mv|addmm|addbmm|baddbmm|addmv)$")
-# It is made of products that autocast would have of bfloat16, and no dispatch mode lets autocast see them.
-_AUTOCASTS_INSIDE = torch.ops.aten._trilinear.default
 CHECKPOINT_INSIDE = "it has a checkpoint of its own inside"
 
 

@@ -44,6 +44,9 @@ call_after_backward: Callable[[Callable[[], None]], None] = _found(
     "autograd.Variable._execution_engine.queue_callback"
 )
 
+# It is made of products that autocast would have of bfloat16, and no dispatch mode lets autocast see them.
+TRILINEAR: Any = _found("ops.aten._trilinear").default
+
 # The hooks for saved tensors of this thread.
 top_saving_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _found(
     "_C._autograd._top_saved_tensors_default_hooks"
@@ -119,7 +122,7 @@ OPTIMIZER_HOOKS = (
 STEP_COUNTED, STEP_SEEN = "_wrapped_by_lr_sched", "_opt_called"
 REPLACED_BY_FSDP = "_fsdp_orig_uid"
 # Used by these names where they are needed, as half of torch's users do.
-_OF_TENSORS = ("_base", "_version")
+_OF_TENSORS = ("_base", "_indices", "_version")
 _OF_MODULES = ("_buffers", "_modules", "_parameters", *MODULE_HOOKS, *MODULE_HOOK_FLAGS)
 _found("_foreach_copy_")
 for _kind, _names, _has in (
