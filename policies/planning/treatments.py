@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -111,7 +112,7 @@ class Treatments:
         if self._trials:
             step.passing = True
             if course.trying is not None:
-                course.look_at(step)
+                course.look_at(step, self._trials)
                 course.layers[course.trying] = self._with_room(course, course.trying)
         elif course.trying is not None and self._asked and self.choice == course.all(course.trying):
             course.tries += 1
@@ -248,19 +249,22 @@ class _Course:
     def coming(self, layer: int, how: How, *, trial: bool) -> int:
         """The bytes of the device that come while a layer is computed again, at most.
 
-        A trial has one of its tensors twice. As "cheap" it also has the results that it is given, of which nothing
-        is known before: as much as it saves.
+        A trial has one of its tensors twice, and what compares them. As "cheap" it also has the results that it is
+        given. Before one like it had its trial nothing is known of these: they are taken for as much as it saves.
         """
         backward = self.backwards[layer]
         saved = backward.saved
-        given = max(0, self.kept.get(layer, 2 * saved) - saved) if how == "cheap" else 0
-        return backward.coming + given + (backward.largest if trial else 0)
+        alike = [kept for other, kept in self.kept.items() if self.backwards[other].saved == saved]
+        kept = self.kept.get(layer, max(alike, default=2 * saved))
+        given = max(0, kept - saved) if how == "cheap" else 0
+        return backward.coming + given + (2 * backward.largest if trial else 0)
 
-    def look_at(self, step: StepUnderWay) -> None:
-        """Learns from a step with trials what its layers keep then."""
+    def look_at(self, step: StepUnderWay, trials: Collection[int]) -> None:
+        """Learns from a step what the layers keep that have their trials in it."""
         kept: dict[tuple[int, int], int] = {}
         for (graph, layer, _), life in step.recording.blocks.items():
-            kept[graph, layer] = kept.get((graph, layer), 0) + life.nbytes
+            if layer in trials:
+                kept[graph, layer] = kept.get((graph, layer), 0) + life.nbytes
         for (_, layer), nbytes in kept.items():
             self.kept[layer] = max(nbytes, self.kept.get(layer, 0))
 

@@ -16,7 +16,8 @@ from tests.conftest import Link
 from tiered_mem import TieringManager
 from tiered_mem.choose_policy import PolicyChoice
 from tiered_mem.device.device import Device
-from tiered_mem.policies import LayerOrderPolicy, LRUPolicy
+from tiered_mem.policies import LayerOrderPolicy, LRUPolicy, PlannedPolicy
+from tiered_mem.policies import Link as LinkRates
 from tiered_mem.policies.planning import BudgetTooSmall
 
 STEPS = 5
@@ -69,6 +70,24 @@ def test_the_budget_is_kept_and_the_losses_are_those_of_the_plain_run(
         assert train(model, x) == losses
         assert most.read() <= budget
         assert manager.stats()["released.bytes.total"] != 0
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
+def test_the_budget_is_kept_while_ways_to_compute_again_are_tried(
+    device: str, device_module: ModuleType, plain: tuple[list[float], int, int], share: float
+) -> None:
+    _, peak, floor = plain
+    budget = int(floor + share * (peak - floor))
+    steps = 12
+    model, x = make(device)
+    losses = train(model, x, steps)
+    model, x = make(device)
+    policy = PlannedPolicy(budget, LinkRates(1e9, 1e9), margin=budget // 16, try_all=True)
+    with TieringManager(policy=policy, device=device, host_bytes="32MiB") as manager:
+        manager.attach(model, min_bytes=4096)
+        most = Peak(device_module)
+        assert train(model, x, steps) == losses
+        assert most.read() <= budget
 
 
 def test_what_fits_does_not_move(device: str, plain: tuple[list[float], int, int]) -> None:
