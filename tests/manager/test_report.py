@@ -118,5 +118,5 @@ def test_the_report_tells_which_layers_are_computed_again(tmp_path: Path) -> Non
     assert all(each["less"] > 0 and each["again"] > 0 for each in again)
     assert report["trying"] is False
     assert report["measured_peak"] <= report["planned_peak"] <= 1700 << 20
-    assert said["seconds"] <= report["measured"] < 0.3  # moving alone takes 0.62
+    assert said["seconds"] <= report["measured"] < 0.4  # moving alone takes 0.62
     assert report["planned"] == pytest.approx(report["measured"], rel=0.03)
