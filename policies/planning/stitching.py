@@ -79,9 +79,6 @@ class RecordedStep:
 
     def backwards(self) -> dict[int, Backward]:
         """What there is to say of each layer that begins its backward: the most of it, over all graphs."""
-        nbytes: list[list[int]] = [[] for _ in self.layers]
-        for n, s in zip(self.profile.nbytes, self.profile.saved, strict=True):
-            nbytes[self.part_of(s)].append(n)
         forwards: dict[tuple[int, int], tuple[int, int, int]] = {}
         found: dict[int, Backward] = {}
         for part, (of, (a, z)) in enumerate(zip(self.layers, pairwise(self.cuts), strict=True)):
@@ -93,7 +90,8 @@ class RecordedStep:
             z = next((k for k in reversed(range(a, z)) if self.names[k][0] == last), z)
             above = max(0, max(self.profile.full[a:z], default=0) - self.levels[a])
             if kind == "forward":
-                forwards[graph, layer] = above, sum(nbytes[part]), max(nbytes[part], default=0)
+                nbytes = [self.profile.nbytes[b] for b in self.saved[part]]
+                forwards[graph, layer] = above, sum(nbytes), max(nbytes, default=0)
             else:
                 new = Backward(self.standing[a], above, *forwards.get((graph, layer), (0, 0, 0)))
                 found[layer] = Backward(*map(max, new, found.get(layer, new)))
@@ -106,6 +104,14 @@ class RecordedStep:
     def _begins(self) -> list[int]:
         begin = ("forward", "backward")
         return [k for k, name in enumerate(self.names) if name[0] in begin and name[3] == 0]
+
+    @cached_property
+    def saved(self) -> list[list[int]]:
+        """The blocks that each part saves, in their order."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for b, saved in enumerate(self.profile.saved):
+            found[self.part_of(saved)].append(b)
+        return found
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -152,8 +158,7 @@ class _Stitching:
     def __init__(self, ways: Ways, chosen: Sequence[Way]) -> None:
         self._chosen = chosen
         self._steps = ways.steps
-        saved = {way: _saved_in(step) for way, step in ways.steps.items()}
-        self._blocks = [(way, b) for part, way in enumerate(chosen) for b in saved[way][part]]
+        self._blocks = [(way, b) for part, way in enumerate(chosen) for b in ways.steps[way].saved[part]]
         self._names: list[Name] = []
         self._seconds: list[float] = []
         self._unmovable: list[int] = []
@@ -219,11 +224,3 @@ class _Stitching:
             return place
         part = step.part_of(position)
         return self._begins[part + 1] - 1 if last else self._begins[part]
-
-
-def _saved_in(step: RecordedStep) -> list[list[int]]:
-    """The blocks that each part saves."""
-    found: list[list[int]] = [[] for _ in step.layers]
-    for b, saved in enumerate(step.profile.saved):
-        found[step.part_of(saved)].append(b)
-    return found

@@ -95,8 +95,7 @@ class Treated:
         plain, step = self._ways.steps[None], self._ways.steps[how]
         numbers = set(layers)
         parts = [k for k, of in enumerate(self._ways.layers) if of is not None and of[2] in numbers]
-        before, after = _saved(plain), _saved(step)
-        less = sum(before[k] - after[k] for k in parts)
+        less = sum(_bytes(plain, k) - _bytes(step, k) for k in parts)
         return less, sum(max(0.0, step.seconds[k] - plain.seconds[k]) for k in parts)
 
     def _why(self, layers: Sequence[int], now: float) -> str:
@@ -121,12 +120,9 @@ class Treated:
         return plan(step, self._budget, self._link).seconds
 
 
-def _saved(step: RecordedStep) -> list[int]:
-    """The bytes that each part saves."""
-    found = [0] * len(step.layers)
-    for nbytes, saved in zip(step.profile.nbytes, step.profile.saved, strict=True):
-        found[step.part_of(saved)] += nbytes
-    return found
+def _bytes(step: RecordedStep, part: int) -> int:
+    """What a part saves."""
+    return sum(step.profile.nbytes[b] for b in step.saved[part])
 
 
 def treatable(ways: Ways, budget: int) -> list[int]:
