@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from benchmarks.children import found_by
 
 from .links import LINKS
 
@@ -88,31 +89,8 @@ def main() -> int:
 
 def measured(model: str, link: str, budgets: list[float], progress: Progress) -> dict[str, Any]:
     """What a child process finds. Raises CalledProcessError where it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.planned.child",
-        model,
-        link,
-        *(str(each / 100) for each in budgets),
-    ]
-    task = progress.add_task(f"{model} behind {link}", total=1, doing="plain")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        with ThreadPoolExecutor(1) as pool:
-            errors = pool.submit(child.stderr.read)
-            said: dict[str, Any] = {}
-            for line in child.stdout:
-                if not line.startswith("{"):  # torch_npu writes there too
-                    continue
-                said = json.loads(line)
-                progress.update(task, doing=said.get("done", "done"))
-    if child.returncode:
-        progress.console.print(errors.result())
-        raise subprocess.CalledProcessError(child.returncode, command)
-    progress.update(task, completed=1)
-    return said
+    arguments = [model, link, *(str(each / 100) for each in budgets)]
+    return found_by("benchmarks.planned.child", arguments, f"{model} behind {link}", progress, doing="plain")
 
 
 def misses(found: dict[str, Any]) -> Iterator[str]:

@@ -38,19 +38,19 @@ def main() -> int:
         tried[name] = []
         for made in settings:
             tried[name].append(made)
-            say(done=f"{name}, {made.setting}")
+            say(doing=f"{name}, {made.setting}")
     budgets = [contest.budget(float(share)) for share in shares]
     swaps = []
     for budget in budgets:
         swaps.append(contest.smart_swap(budget))
-        say(done="SmartSwap")
+        say(doing="SmartSwap")
     rows: list[dict[str, Any]] = []
     for share, budget, swap in zip(shares, budgets, swaps, strict=True):
         try:
             auto, error = asdict(contest.auto(budget)), None
         except ValueError as refused:  # no plan keeps the budget
             auto, error = None, str(refused)
-        say(done=f"auto, {float(share):.0%}")
+        say(doing=f"auto, {float(share):.0%}")
         rows.append(
             {
                 "share": float(share),

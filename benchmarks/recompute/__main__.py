@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from benchmarks.children import found_by
 
 from .sizes import SIZES
 
@@ -73,24 +74,8 @@ def main() -> int:
 
 def measured(size: str, way: str, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What a child process finds. Raises CalledProcessError where it fails."""
-    command = [sys.executable, "-m", "benchmarks.recompute.child", size, way, str(options.steps), options.chip]
-    task = progress.add_task(f"{size}, {way}", total=1, doing="")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        with ThreadPoolExecutor(1) as pool:
-            errors = pool.submit(child.stderr.read)
-            said: dict[str, Any] = {}
-            for line in child.stdout:
-                if not line.startswith("{"):  # torch_npu writes there too
-                    continue
-                said = json.loads(line)
-                progress.update(task, doing=said.get("doing", "done"))
-    if child.returncode:
-        progress.console.print(errors.result())
-        raise subprocess.CalledProcessError(child.returncode, command)
-    progress.update(task, completed=1)
-    return said
+    arguments = [size, way, str(options.steps), options.chip]
+    return found_by("benchmarks.recompute.child", arguments, f"{size}, {way}", progress)
 
 
 def misses(size: str, rows: Rows) -> Iterator[str]:
