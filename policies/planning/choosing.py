@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .disk_and_states import StatesShare
 from .planner import plan
-from .profile import BudgetTooSmall, Link, least_bytes
+from .profile import BudgetTooSmall, Link, least_bytes, least_time
 from .stitching import Choice, RecordedStep, Way, Ways
 
 # Layers are looked at in so many groups at most, of layers that follow each other.
@@ -179,33 +179,17 @@ class Outline:
 
     def seconds(self, ways: Sequence[Way], budget: int) -> float:
         """The least time of the step within a budget, with each group treated so; more where it cannot keep it."""
-        out, back = self._link.out, self._link.back
         moments = [self._moments[None if n is None else ways[n]][k] for k, n in enumerate(self._group)]
         later = sum([moment.used for moment in moments])
         level = standing = self._begin
-        before = need = lacking = 0
-        now = copying = last = 0.0
-        returned = -inf
+        lacking = 0
+        stretches = []
         for seconds, change, high, stands, least, saved, used in moments:
-            now += last
-            last = seconds
-            if need > 0 and now + need / back > returned:
-                returned = now + need / back
-            if used:
-                later -= used
-                if returned - later / back > now:
-                    now = returned - later / back
-            if now - before / out > copying:
-                copying = now - before / out
-            need = level + high - budget
-            if need > 0 and copying + need / out > now:
-                now = copying + need / out
-            if standing + least - budget > lacking:
-                lacking = standing + least - budget
+            stretches.append((seconds, level + high - budget, saved, used))
+            lacking = max(lacking, standing + least - budget)
             level += change
             standing += stands
-            before += saved
-        return now + last + _IMPOSSIBLE * lacking / out
+        return least_time(stretches, later, self._link) + _IMPOSSIBLE * lacking / self._link.out
 
 
 class _Stretch(NamedTuple):

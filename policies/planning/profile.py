@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -393,21 +393,31 @@ def least_seconds(moments: Moments, budget: int, link: Link) -> float:
     before they are used. It holds for parts of blocks too, and in any order. It leaves out that both directions
     need the same set.
     """
-    out_rate, back_rate = link.out, link.back
     saves = [0] * (len(moments) + 1)
     uses = [0] * (len(moments) + 1)
     for n, s, u in zip(moments.nbytes, moments.saved, moments.used, strict=True):
         saves[s] += n
         uses[u] += n
-    later = moments.total
+    lasts = map(float.__sub__, [*moments.clock[1:], moments.end], moments.clock)
+    needs = [full - budget for full in moments.full]
+    return least_time(zip(lasts, needs, saves, uses), moments.total, link)  # noqa: B905 - these have an end
+
+
+def least_time(stretches: Iterable[tuple[float, int, int, int]], later: int, link: Link) -> float:
+    """The least time of stretches one after another, as `least_seconds` has it.
+
+    stretches: of each its seconds, the most bytes that have to be away while it goes on, and the bytes of the
+    blocks that it saves, and of those that it uses first. later: the bytes of all blocks.
+    """
+    out_rate, back_rate = link.out, link.back
     before = need = 0
-    now = 0.0  # the earliest time of the moment
+    now = 0.0  # the earliest time of the stretch
     copying = 0.0  # when copying without a pause must have begun for all that was saved before to be out
     returned = float("-inf")  # when all that was away would be back
     last = 0.0
-    for full, at, save, use in zip(moments.full, moments.clock, saves, uses):  # noqa: B905 - these have an end
-        now += at - last
-        last = at
+    for seconds, needed, save, use in stretches:
+        now += last
+        last = seconds
         if need > 0 and now + need / back_rate > returned:
             returned = now + need / back_rate
         if use:
@@ -416,8 +426,8 @@ def least_seconds(moments: Moments, budget: int, link: Link) -> float:
             now = returned - later / back_rate
         if now - before / out_rate > copying:
             copying = now - before / out_rate
-        need = full - budget
+        need = needed
         if need > 0 and copying + need / out_rate > now:
             now = copying + need / out_rate
         before += save
-    return now + moments.end - last
+    return now + last
