@@ -15,6 +15,7 @@ from torch import Tensor
 from emulator.tests.library_models import LIBRARY_MODELS, LibraryModel
 from tests.conftest import MakeManager
 from tests.libraries.more_models import MORE_MODELS
+from tests.libraries.training import trained
 from tiered_mem import TieringManager
 
 pytestmark = pytest.mark.slow(why="28 models of libraries that take long to import")
@@ -29,15 +30,7 @@ def train(kind: LibraryModel, device: str, manager: TieringManager | None = None
     model = kind.make(0.1).to(device).train()
     if manager is not None:
         manager.attach(model, min_bytes=1024)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        loss = kind.loss(model, lambda tensor: tensor.to(device))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    losses = trained(kind, model, device, STEPS)
     return losses + [each.grad for each in model.parameters() if each.grad is not None]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from emulator.tests.library_models import LIBRARY_MODELS, LibraryModel
 from tests.libraries.more_models import MORE_MODELS
+from tests.libraries.training import trained
 from tests.models import equal
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
@@ -36,15 +37,7 @@ def train(kind: LibraryModel, device: str, manager: TieringManager | None = None
             config.use_cache = False  # what fills a cache is not computed again
     if manager is not None:
         manager.attach(model, min_bytes=1024, recompute=how)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        loss = kind.loss(model, lambda tensor: tensor.to(device))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    losses = trained(kind, model, device, STEPS)
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     return [each.cpu() for each in (*losses, *gradients, *model.state_dict().values())]
 
