@@ -250,10 +250,12 @@ class Player:
         if advice := step.table.actions(name, step.names):
             actions += shadow.follow([each for each in advice if type(each) is not Reload])
             step.returning += [each.key for each in advice if type(each) is Reload]
+        if step.table.knows(name) or step.planned is None:
+            step.planned = name, others or 0
         if others is not None:
-            actions += self._guard(step.table.beside(name, others), event, shadow)
+            actions += self._guard(max(others, step.table.beside(*step.planned)), event, shadow)
         if step.returning:
-            actions += self._bring_back(step, step.table, name, others or 0, shadow)
+            actions += self._bring_back(step, step.table, others or 0, shadow)
         return actions
 
     def _expected(self, event: Event, name: Name | None, others: int) -> int:
@@ -268,9 +270,7 @@ class Player:
         # What comes next is not known, and may be twice as much as any that came before.
         return max(others + 2 * step.rise, self._coming)
 
-    def _bring_back(
-        self, step: StepUnderWay, table: Table, event: Name, others: int, shadow: Shadow
-    ) -> list[Action]:
+    def _bring_back(self, step: StepUnderWay, table: Table, others: int, shadow: Shadow) -> list[Action]:
         """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
         names = step.names
         actions: list[Action] = []
@@ -279,7 +279,8 @@ class Player:
             block = names.block(key)
             if shadow.place(key) in (Place.HOST, Place.DISK):
                 own = shadow.own + self.places.by_key[key].nbytes
-                spare = self.room - table.needed(event, block, own, others)
+                until = own if step.planned is None else table.needed(*step.planned, block, own)
+                spare = self.room - max(own + others, until)
                 step.spare = min(step.spare, spare)
                 if spare < 0:
                     break

@@ -427,6 +427,10 @@ class Table:
         first = self.place(block) + 1
         return self.returns[first : first + count]
 
+    def knows(self, event: Name) -> bool:
+        """Whether an event is one of the plan's."""
+        return event in self._position
+
     def beside(self, event: Name, others: int) -> int:
         """The bytes beside blocks until the next event, where there are `others` now.
 
@@ -435,10 +439,10 @@ class Table:
         k = self._position.get(event)
         return others if k is None else max(others, self.profile.unmovable[k] + self._more(k, others))
 
-    def needed(self, event: Name, block: Name | None, own: int, others: int) -> int:
+    def needed(self, event: Name, others: int, block: Name | None, own: int) -> int:
         """The most bytes of the device until the use of a block, if its reload is due and begins now.
 
-        own: the bytes of the step's blocks on the device, with this one; others: all else.
+        own: the bytes of the step's blocks on the device, with this one; others: all else, at the event.
         """
         k = self._position.get(event)
         place = self.place(block)

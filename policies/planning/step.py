@@ -37,6 +37,8 @@ class StepUnderWay:
     known, variant, table: what it is taken for, how it differs, and what it plays; None while nothing suits.
     compared: so many of the first blocks show what it is. undecided: the last event may show that: the first, the
     first block, the last of those, and one that its kind does not have.
+    planned: the last event that the plan has, and the bytes beside blocks then: what it has for the time until its
+    next event holds for events between them that it does not have.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
     has used since its last layer began.
     peak: the most bytes of all that was allocated at a time, known when it has ended. allocated, reserved: the most
@@ -58,6 +60,7 @@ class StepUnderWay:
     known: Known | None = None
     variant: Variant = field(default_factory=Variant)
     table: Table | None = None
+    planned: tuple[Name, int] | None = None
     returning: deque[int] = field(default_factory=deque)
     sizes: list[int] = field(default_factory=list)
     in_use: set[int] = field(default_factory=set)
@@ -81,7 +84,7 @@ class StepUnderWay:
     _level: int | None = None
 
     def play(self, known: Known, variant: Variant, table: Table) -> None:
-        self.known, self.variant, self.table = known, variant, table
+        self.known, self.variant, self.table, self.planned = known, variant, table, None
         self._parted = False
         if self._settled:
             self.transcript = None

@@ -26,20 +26,23 @@ with torch.device("npu"):
 policy = dict(policy="auto", device_budget=sys.argv[1] if len(sys.argv) > 1 else None)
 policy |= {"recompute": False} if "moving" in sys.argv else {}
 with TieringManager(device="npu", host_bytes="4GiB", **policy) as manager, manager.attach(model):
+    peaks = []
     for step in range(6):
         torch.npu.synchronize()
+        torch.npu.reset_peak_memory_stats()
         began = ascend_emulator.now()
         with ascend_emulator.record_timeline() as spans:
             model(x).sum().backward()
             model.zero_grad()
             torch.npu.synchronize()
         seconds = ascend_emulator.now() - began
+        peaks.append(torch.npu.max_memory_allocated())
         if step == 4:
             kernels = [span for span in spans if not span.name.startswith("copy")]
             kernels.sort(key=lambda span: span.start)
             gaps = [after.start - before.end for before, after in zip(kernels, kernels[1:])]
             waits, measured = sum(gap for gap in gaps if gap > 1e-3), seconds
-    print(json.dumps({"report": manager.report().as_dict(), "waits": waits, "seconds": measured}))
+    print(json.dumps({"report": manager.report().as_dict(), "waits": waits, "seconds": measured, "peaks": peaks}))
 """
 
 
@@ -117,6 +120,7 @@ def test_the_report_tells_which_layers_are_computed_again(tmp_path: Path) -> Non
     assert sorted(layer for each in report["treatments"] for layer in each["layers"]) == list(range(8))
     assert all(each["less"] > 0 and each["again"] > 0 for each in again)
     assert report["trying"] is False
-    assert report["measured_peak"] <= report["planned_peak"] <= 1700 << 20
+    assert max(said["peaks"]) <= 1700 << 20  # also in the first step that is treated so
+    assert report["measured_peak"] <= report["planned_peak"]
     assert said["seconds"] <= report["measured"] < 0.4  # moving alone takes 0.62
     assert report["planned"] == pytest.approx(report["measured"], rel=0.03)

@@ -15,7 +15,17 @@ from tests.policies.places import Obeyed
 from tests.policies.planned import best, gpt, planned
 from tests.policies.simulated.machine import Machine, backwards
 from tests.policies.simulated.random_steps import LINK, MIB
-from tests.policies.simulated.steps import Allocate, Compute, Drop, Step, budget_between, profile
+from tests.policies.simulated.steps import (
+    Allocate,
+    Compute,
+    Drop,
+    Op,
+    Step,
+    Use,
+    budget_between,
+    build,
+    profile,
+)
 from tests.policies.simulated.strange_steps import coming_back, twice
 from tiered_mem.policies import Event, ForwardBegin, LayerBegin, LayerEnd, Offload, PlannedPolicy, Release
 from tiered_mem.policies.base import ExactMemory, StepBegin, StepEnd, StepMeasured
@@ -252,6 +262,25 @@ def test_blocks_that_the_host_has_no_room_for_stay() -> None:
         machine.run(step)
     assert machine.on_host == 0
     assert machine.blocks == {}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_events_that_the_plan_does_not_have_leave_room_for_what_it_knows_to_come(seed: int) -> None:
+    """Reloads that wait do not come at them too early. That uses come twice there takes no more memory then."""
+    rng = random.Random(seed)
+    works = [rng.choice([0, 32, 256]) * MIB for _ in range(36)]
+    ops = [Op((2e-3, 4e-3), [rng.choice([16, 64, 128]) * MIB], (0, work)) for work in works]
+    step = build([ops[k : k + 3] for k in range(0, len(ops), 3)], [8 * MIB] * 12)
+    begins = backwards(step)[0]
+    more = [*step.code[:begins], Allocate(48 * MIB), *step.code[begins:], Allocate(-48 * MIB)]
+    peaks = []
+    for uses in (1, 2):
+        policy, budget = planned(step, 0.1)
+        machine = Machine(policy, LINK)
+        machine.run(step)
+        code = chain.from_iterable([each] * uses if isinstance(each, Use) else [each] for each in more)
+        peaks.append(machine.run(Step(step.blocks, list(code))).peak)
+    assert peaks[1] <= max(budget, peaks[0])
 
 
 def test_without_word_of_memory_it_goes_on_as_it_began() -> None:
