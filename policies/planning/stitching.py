@@ -23,7 +23,8 @@ class Backward(NamedTuple):
     """A layer where its backward begins. In bytes, of the device.
 
     standing: allocated then, beside blocks. above: the most that comes beside what it has saved. forward: the most
-    that came in its forward. saved: its blocks. largest: of these one.
+    that came in its forward. saved: its blocks. largest: of these one. borrowed: blocks of layers before it that it
+    is the first to use.
     """
 
     standing: int
@@ -31,12 +32,16 @@ class Backward(NamedTuple):
     forward: int
     saved: int
     largest: int
+    borrowed: int
 
-    @property
-    def coming(self) -> int:
-        """The most that comes while the layer is computed again and keeps nothing: what its forward takes, and then
-        what its backward does, with all that it has saved there at once."""
-        return max(self.forward, self.saved + self.above)
+    def coming(self, inputs: int, *, trial: bool) -> int:
+        """The most that comes while the layer is computed again and keeps nothing but its inputs.
+
+        That is what its forward takes, and then what its backward does, with all that it has saved there at once. A
+        trial has one of these twice then. inputs: the bytes that the layer is called with.
+        """
+        again = self.borrowed + self.saved + self.above
+        return max(inputs + self.forward, again + (self.largest if trial else 0))
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,9 @@ class RecordedStep:
         """What there is to say of each layer that begins its backward: the most of it, over all graphs."""
         forwards: dict[tuple[int, int], tuple[int, int, int]] = {}
         found: dict[int, Backward] = {}
+        used: list[list[int]] = [[] for _ in self.layers]
+        for b, first in enumerate(self.profile.used):
+            used[self.part_of(first)].append(b)
         for part, (of, (a, z)) in enumerate(zip(self.layers, pairwise(self.cuts), strict=True)):
             if of is None or a == z:
                 continue
@@ -93,7 +101,8 @@ class RecordedStep:
                 nbytes = [self.profile.nbytes[b] for b in self.saved[part]]
                 forwards[graph, layer] = above, sum(nbytes), max(nbytes, default=0)
             else:
-                new = Backward(self.standing[a], above, *forwards.get((graph, layer), (0, 0, 0)))
+                borrowed = sum(self.profile.nbytes[b] for b in used[part] if self.blocks[b][:2] != (graph, layer))
+                new = Backward(self.standing[a], above, *forwards.get((graph, layer), (0, 0, 0)), borrowed)
                 found[layer] = Backward(*map(max, new, found.get(layer, new)))
         return found
 

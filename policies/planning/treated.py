@@ -128,7 +128,9 @@ def _bytes(step: RecordedStep, part: int) -> int:
 def treatable(ways: Ways, budget: int) -> list[int]:
     """The layers that have room to be computed again within a budget."""
     backwards = ways.steps[None].backwards()
-    return sorted(layer for layer, each in backwards.items() if each.standing + each.coming <= budget)
+    return sorted(
+        layer for layer, each in backwards.items() if each.standing + each.coming(0, trial=False) <= budget
+    )
 
 
 def layers_counted(numbers: Iterable[int]) -> str:

@@ -47,7 +47,7 @@ class Treatments:
         self._courses: dict[int, _Course] = {}
         self._course: _Course | None = None
         self._last: _Course | None = None  # of the last step that has ended
-        self._inputs: int | None = None
+        self._called: dict[int, int] = {}  # the bytes that layers are called with
         self._asked: set[int] = set()
         self._treated: set[int] = set()
         self._trials: set[int] = set()
@@ -72,7 +72,7 @@ class Treatments:
 
     def begin(self) -> None:
         """A step begins."""
-        self.choice, self._course, self._inputs = {}, None, None
+        self.choice, self._course, self._called = {}, None, {}
         for each in (self._asked, self._treated, self._trials):
             each.clear()
 
@@ -83,11 +83,12 @@ class Treatments:
 
     def layer(self, event: LayerBegin, step: StepUnderWay) -> How | None:
         """The forward of a layer begins. How it is to be computed again, if it is."""
-        if self._inputs is None and self._course is not None:
-            self._inputs = event.inputs
-            self.choice = self._choice_for(self._course, event.inputs)
-            if self._course.plain is not None and self._course.trying is not None:
-                step.like = self._repertoire.table(self._course.plain, Variant(1.0, self._course.more))
+        if self._course is not None:
+            if not self._called:
+                self.choice = self._choice_for(self._course, event.inputs)
+                if self._course.plain is not None and self._course.trying is not None:
+                    step.like = self._repertoire.table(self._course.plain, Variant(1.0, self._course.more))
+            self._called[event.layer] = max(event.inputs, self._called.get(event.layer, 0))
         how = self.choice.get(event.layer)
         if how is not None:
             self._asked.add(event.layer)
@@ -126,18 +127,19 @@ class Treatments:
     def learnt(self, known: Known | None) -> None:
         """A step that was begun as this one was has been recorded. None if no plan for it keeps the budget."""
         course = self._course
-        if course is None or self._inputs is None:
+        if course is None or not self._called:
             return
+        inputs = next(iter(self._called.values()))
         if known is None:
             if course.trying is not None and self.choice:
                 self._next(course)
         elif not known.choice:
-            if course.plain is None or course.inputs != self._inputs:
+            if course.plain is None or course.inputs != inputs:
                 course.forget()
-                course.plain, course.inputs = known, self._inputs
+                course.plain, course.called = known, {**self._called}
                 course.backwards = _recorded(known, Variant()).backwards()
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
-            course.ways[course.trying] = known, course.inputs / max(1, self._inputs)
+            course.ways[course.trying] = known, course.inputs / max(1, inputs)
             self._next(course)
         elif known.choice == course.choice:
             course.stitched = False
@@ -219,7 +221,7 @@ class _Course:
     """What is known of the steps that begin with a forward of so many layers.
 
     plain: one that keeps all. more: the bytes that are taken before it by now, and were not when it was recorded.
-    inputs: the bytes that its first layer is called with.
+    called: the bytes that its layers are called with, in the order of their beginnings.
     backwards: of its layers. layers: for each way those that can be tried in it. ways: the steps in which all
     of these are treated so, and how much longer the plain one is.
     kept: of each layer that had a trial in the way that is tried now, the bytes of the blocks that it had then.
@@ -230,7 +232,7 @@ class _Course:
 
     plain: Known | None = None
     more: int = 0
-    inputs: int = 0
+    called: dict[int, int] = field(default_factory=dict)
     backwards: dict[int, Backward] = field(default_factory=dict)
     layers: dict[How, list[int]] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
@@ -243,21 +245,26 @@ class _Course:
     basis: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     number: int = -_PATIENCE
 
+    @property
+    def inputs(self) -> int:
+        """The bytes that its first layer is called with, by which steps are as long as others or not."""
+        return next(iter(self.called.values()), 0)
+
     def all(self, how: How) -> Choice:
         return dict.fromkeys(self.layers[how], how)
 
     def coming(self, layer: int, how: How, *, trial: bool) -> int:
         """The bytes of the device that come while a layer is computed again, at most.
 
-        A trial has one of its tensors twice, and what compares them. As "cheap" it also has the results that it is
-        given. Before one like it had its trial nothing is known of these: they are taken for as much as it saves.
+        As "cheap" it also has the results that it is given. Before one like it had its trial nothing is known of
+        these: they are taken for as much as it saves.
         """
         backward = self.backwards[layer]
         saved = backward.saved
         alike = [kept for other, kept in self.kept.items() if self.backwards[other].saved == saved]
         kept = self.kept.get(layer, max(alike, default=2 * saved))
         given = max(0, kept - saved) if how == "cheap" else 0
-        return backward.coming + given + (2 * backward.largest if trial else 0)
+        return given + backward.coming(self.called.get(layer, 0), trial=trial)
 
     def look_at(self, step: StepUnderWay, trials: Collection[int]) -> None:
         """Learns from a step what the layers keep that have their trials in it."""

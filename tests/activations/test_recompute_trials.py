@@ -306,6 +306,22 @@ def test_bits_are_compared(tensor: torch.Tensor) -> None:
     assert not same_bits(tensor[:1], tensor[1:])
 
 
+def test_bits_of_tensors_that_lie_otherwise_in_memory_are_compared() -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    assert same_bits(matrix.t(), matrix.t().contiguous())
+    assert same_bits(matrix.t().contiguous(), matrix.t())
+    assert not same_bits(matrix.t(), torch.arange(6.0).reshape(3, 2))
+    assert same_bits(matrix[:0], matrix[:0].clone())
+
+
+def test_the_last_of_very_many_bits_are_compared_too() -> None:
+    zeros = torch.zeros((1 << 24) + 1, dtype=torch.bool)
+    ones = zeros.clone()
+    assert same_bits(zeros, ones)
+    ones[-1] = True
+    assert not same_bits(zeros, ones)
+
+
 def test_zeros_of_two_signs_are_not_the_same() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
 

@@ -221,17 +221,16 @@ class TrialCall(RecomputedCall):
         return Twice(self, drop(tensor), self._forward.pack(tensor), exact=self._exact and not unwritten)
 
     def _unpack(self, compute: Callable[[Any], torch.Tensor], twice: Twice) -> torch.Tensor:
-        right = self._forward.unpack(twice.kept)
-        verdict = self._verdict
-        if verdict.excluded:
-            return right
+        if self._verdict.excluded:
+            return self._forward.unpack(twice.kept)
         try:
             again = compute(twice.dropped)
         except torch.OutOfMemoryError:
             raise  # it tells nothing of the layer
         except Exception as error:
             self._differs(_reason(error), error)
-            return right
+            return self._forward.unpack(twice.kept)
+        right = self._forward.unpack(twice.kept)  # not before: the layer needs the room while it is computed
         self._compared = True
         if twice.exact and not same_bits(right, again):
             self._differs(f"a {right.dtype} tensor of shape {tuple(right.shape)} has other values the second time")
@@ -387,8 +386,20 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.layout is not torch.strided or one.is_quantized:
         return False
     same_memory = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    # A dry run has no values: it finds no difference, as all that it reads is 0. torch.equal would find one.
-    return same_memory or not bool(torch.ne(_bits(one), _bits(other)).any())
+    if same_memory or not one.numel():
+        return True
+    mine, its = _bits(one), _bits(other)
+    order = sorted(range(mine.dim()), key=mine.stride, reverse=True)  # what is dense lies in a row then
+    mine, its = mine.permute(order).flatten(), its.permute(order).flatten()
+    differ = torch.zeros((), dtype=torch.bool, device=one.device)
+    for part, its_part in zip(torch.split(mine, _AT_ONCE), torch.split(its, _AT_ONCE), strict=True):
+        # A dry run has no values: it finds no difference, as all that it reads is 0. torch.equal would find one.
+        differ |= torch.ne(part, its_part).any()
+    return not bool(differ)
+
+
+# So many numbers are compared in one go: what tells where they differ takes memory, too.
+_AT_ONCE = 1 << 24
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
