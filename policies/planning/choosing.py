@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import chain, permutations, product, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from .stitching import Choice, RecordedStep, Way, Ways
 
 # Layers are looked at in so many groups at most, of layers that follow each other.
 _GROUPS = 32
+# It begins to search from each number of groups in each way, by this part of all of them.
+_COUNTS = 12
 # So many blocks are planned for, in all attempts together.
 _EFFORT = 12_000
 # Attempts of each plan that is compared.
@@ -75,13 +77,26 @@ class _Search:
     def best(self, now: Choice) -> Chosen:
         there = tuple([now.get(group[0]) for group in self._groups])
         before = min((_Point(there, kept) for kept in (0, self._room)), key=self._planned)
-        seeds = [_Point((way,) * len(self._groups), kept) for way in self._ways.steps for kept in {0, self._room}]
-        begun = self._descend(min([before, *seeds], key=self._guess), self._guess, _halves(len(self._groups)))
+        begun = self._descend(
+            min([before, *self._seeds()], key=self._guess), self._guess, _halves(len(self._groups))
+        )
         plans = max(1, _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks))))
         found = self._descend(min(begun, before, key=self._planned), self._planned, [1], plans)
         if self._failed is not None and self._planned(found) == inf:
             raise self._failed
         return Chosen(self._choice(found), found.kept, self._planned(found), self._planned(before))
+
+    def _seeds(self) -> Iterator[_Point]:
+        """Points all over: the first groups are "full", those after them "cheap", and the last keep all."""
+        groups = len(self._groups)
+        counts = sorted({groups * k // _COUNTS for k in range(_COUNTS + 1)})
+        full, cheap = (counts if way in self._ways.steps else [0] for way in ("full", "cheap"))
+        for f, c in product(full, cheap):
+            if f + c <= groups:
+                kinds: list[tuple[Way, int]] = [("full", f), ("cheap", c), (None, groups - f - c)]
+                ways = tuple(chain.from_iterable(repeat(way, count) for way, count in kinds))
+                for kept in {0, self._room // 2, self._room}:
+                    yield _Point(ways, kept)
 
     def _descend(
         self, point: _Point, cost: Callable[[_Point], float], sizes: Sequence[int], most: float = inf

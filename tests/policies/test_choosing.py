@@ -87,6 +87,20 @@ def test_without_a_link_layers_are_computed_again() -> None:
     assert found.seconds < 1.3 * model.recorded().profile.compute
 
 
+@pytest.mark.parametrize("share", [0.3, 0.4, 0.5, 0.6])
+def test_many_layers_treated_in_the_cheap_way_are_found_where_few_in_the_dear_one_would_do(share: float) -> None:
+    """From one of the two to the other no way leads through better ones only: it takes many layers at once."""
+    model = decoder(12)
+    none = Link(1e6, 1e6)
+    budget = budget_between(model.recorded().profile, share)
+    best = min(
+        seconds(model, dict(enumerate(["full"] * full + ["cheap"] * cheap)), budget, none)
+        for full, cheap in itertools.product(range(13), repeat=2)
+        if full + cheap <= 12
+    )
+    assert chosen(model, budget, none).seconds <= best * 1.003
+
+
 def test_optimizer_states_have_what_computing_again_leaves() -> None:
     """States that cross the link cost more than what layers take to be computed again."""
     model = decoder(8)
