@@ -2,9 +2,10 @@
 
     python -m benchmarks.planning_cost
 
-Plans and decisions need no device. Their times are those of the calling thread, the best of so many rounds, as
-other work slows them down. Plans are made for training steps of 400 and of 5,000 blocks, within four budgets on
-four links; the median of these sixteen counts, and the worst is told. A decision is the mean over all events of a
+Plans, choices and decisions need no device. Their times are those of the calling thread, the best of so many rounds,
+as other work slows them down. Plans are made for training steps of 400 and of 5,000 blocks, within four budgets on
+four links; the median of these sixteen counts, and the worst is told. So is it chosen how the layers of such steps
+are treated, 33 and 200 of them. A decision is the mean over all events of a
 step that goes by a plan, with the word about memory before each, beside LayerOrderPolicy's over the events that it
 is told. Recording and timing are the shares by which a step of a training is longer, on the modelled clock
 (benchmarks/recording_cost.py).
@@ -27,8 +28,11 @@ from rich.console import Console
 from benchmarks.report import report
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.steps import Op, Step, budget_between, build, profile
+from tests.policies.simulated.treated import Model
 from tiered_mem.policies import Action, Event, LayerOrderPolicy, Link, LRUPolicy, PlannedPolicy, Policy
 from tiered_mem.policies.planning import plan
+from tiered_mem.policies.planning.choosing import choose
+from tiered_mem.policies.planning.disk_and_states import StatesShare
 
 MIB = 1 << 20
 LINK = Link(50e9, 50e9)
@@ -36,6 +40,7 @@ BLOCKS_OF_A_LAYER = 12
 BUDGETS = (0.75, 0.5, 0.25, 0.1)  # of the way from the least possible to all that the step takes
 RATES = (53e9, 50e9, 25e9, 10e9)  # as in benchmarks.planned
 NOTHING = "nothing"
+CHOICES = 3  # rounds of them: each makes its steps anew
 LEARNING = 2  # steps until one goes by a plan that another one has gone by
 
 
@@ -75,6 +80,22 @@ def planning(blocks: int, rounds: int) -> list[float]:
             known.__dict__.pop("moments", None)  # it is made once for a profile
             begun = time.thread_time()
             plan(known, budget, link)
+            best[number] = min(best[number], time.thread_time() - begun)
+    return [1e3 * seconds for seconds in best]
+
+
+def choosing(layers: int, blocks: int, rounds: int) -> list[float]:
+    """Milliseconds in which it is chosen how layers are treated: within each budget on each link."""
+    ops = [Op((2e-4, 4e-4), [8 * MIB], (8 * MIB, 8 * MIB), dear=k % 2 == 0) for k in range(blocks // layers)]
+    model = Model([ops] * layers, 4 * MIB)
+    known = model.recorded().profile
+    cells = [(budget_between(known, share), Link(rate, rate)) for share in BUDGETS for rate in RATES]
+    best = [float("inf")] * len(cells)
+    for _ in range(rounds):
+        for number, (budget, link) in enumerate(cells):
+            ways = model.ways  # new ones: what is known of a step is found once
+            begun = time.thread_time()
+            choose(ways, budget, link, StatesShare(), range(layers), now={})
             best[number] = min(best[number], time.thread_time() - begun)
     return [1e3 * seconds for seconds in best]
 
@@ -132,6 +153,10 @@ def main() -> None:
         found = planning(blocks, options.rounds)
         figures[f"a plan of {blocks:,} blocks, ms"] = statistics.median(found)
         figures[f"a plan of {blocks:,} blocks, worst, ms"] = max(found)
+    for layers, blocks in ((400 // BLOCKS_OF_A_LAYER, 400), (200, 5000)):
+        found = choosing(layers, blocks, min(options.rounds, CHOICES))
+        figures[f"a choice for {layers} layers, {blocks:,} blocks, ms"] = statistics.median(found)
+        figures[f"a choice for {layers} layers, {blocks:,} blocks, worst, ms"] = max(found)
     figures |= {f"a decision, {name}, us": us for name, us in each.items()}
     figures["a decision beyond layer order's, us"] = each["planned"] - each["layer order"]
     figures |= recording(options.models)

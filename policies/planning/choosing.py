@@ -71,16 +71,18 @@ class _Search:
         self._groups = [layers[k : k + size] for k in range(0, len(layers), size)] if layers else []
         self._room = max(0, min(states.total, budget - states.rounding - states.step_peak))
         self._outline = Outline(ways, link, {layer: n for n, group in enumerate(self._groups) for layer in group})
+        # Of very many blocks it is one that has time.
+        self._attempts = max(1, min(_ATTEMPTS, _EFFORT // (4 * (1 + len(ways.steps[None].blocks)))))
         self._exact: dict[_Point, float] = {}
         self._failed: BudgetTooSmall | None = None
 
     def best(self, now: Choice) -> Chosen:
         there = tuple([now.get(group[0]) for group in self._groups])
-        before = min((_Point(there, kept) for kept in (0, self._room)), key=self._planned)
+        before = min((_Point(there, kept) for kept in (0, self._room)), key=self._guess)
         begun = self._descend(
             min([before, *self._seeds()], key=self._guess), self._guess, _halves(len(self._groups))
         )
-        plans = max(1, _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks))))
+        plans = _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks)))
         found = self._descend(min(begun, before, key=self._planned), self._planned, [1], plans)
         if self._failed is not None and self._planned(found) == inf:
             raise self._failed
@@ -136,7 +138,7 @@ class _Search:
         if point not in self._exact:
             step = self._ways.stitched(self._choice(point))
             try:
-                made = plan(step.profile, self._budget - point.kept, self._link, attempts=_ATTEMPTS)
+                made = plan(step.profile, self._budget - point.kept, self._link, attempts=self._attempts)
                 self._exact[point] = made.seconds + self._crossing(point)
             except BudgetTooSmall as error:
                 self._failed = error
