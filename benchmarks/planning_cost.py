@@ -2,10 +2,10 @@
 
     python -m benchmarks.planning_cost
 
-Plans, choices and decisions need no device. Their times are those of the calling thread, the best of so many rounds,
-as other work slows them down. Plans are made for training steps of 400 and of 5,000 blocks, within four budgets on
-four links; the median of these sixteen counts, and the worst is told. So is it chosen how the layers of such steps
-are treated, 33 and 200 of them. A decision is the mean over all events of a
+Plans, choices and decisions need no device. Their times are those of the calling thread, the best of so many
+rounds, as other work slows them down. Plans are made for training steps of 400 and of 5,000 blocks, within four
+budgets on four links; the median of these sixteen counts, and the worst is told. The same for choices: how the
+layers of such steps are treated, 33 and 200 of them. A decision is the mean over all events of a
 step that goes by a plan, with the word about memory before each, beside LayerOrderPolicy's over the events that it
 is told. Recording and timing are the shares by which a step of a training is longer, on the modelled clock
 (benchmarks/recording_cost.py).

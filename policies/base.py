@@ -156,10 +156,12 @@ class LayerEnd:
     Args:
         graph: The forward.
         layer: The layer's position in it.
+        unsaved_inputs: Of the tensors that its forward was called with, the bytes that no block has.
     """
 
     graph: int
     layer: int
+    unsaved_inputs: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +286,8 @@ class ExactMemory(Memory):
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory(Memory):
-    """What is told as Memory, to a policy that asks for it in its place, but only before steps and forwards begin
-    or end, and before layers begin. To ask torch takes longer than most of what is done for a block.
-    """
+    """What is told as Memory, to a policy that asks for this, but only before steps and forwards begin or end, and
+    before layers begin. To ask torch takes longer than most of what is done for a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,16 +299,19 @@ class MoreBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A layer's forward goes on as a `Recompute` has it: it keeps little, and is computed again in backward.
+    """A layer's forward has gone as a `Recompute` has it: it keeps little, and is computed again in backward.
 
-    Where that is answered and this is not told, the layer keeps all that it saves.
+    It comes before the layer's end. Where that is answered and this is not told, the layer keeps all that it saves.
 
     trial: the manager looks whether it comes out the same. It keeps all, and is computed again as well.
+    results, unsaved: in a trial as "full", the bytes that "cheap" would keep, and at most beside what it saves.
     """
 
     graph: int
     layer: int
     trial: bool
+    results: int = 0
+    unsaved: int = 0
 
 
 @dataclass(frozen=True, slots=True)

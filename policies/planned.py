@@ -66,7 +66,7 @@ _FIRST_VARYING = 16
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
 _POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
-_TREATED = frozenset({ForwardBegin, LayerBegin})
+_TREATED = frozenset({ForwardBegin, LayerBegin, LayerEnd})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, MoreBlocks, Recomputed, Refused})
 _TIMED = _PLAYED | {StepMeasured}
 _RECORDED = _TIMED - {Memory} | {ExactMemory}
@@ -205,6 +205,8 @@ class PlannedPolicy(Policy):
             step.choice = treatments.choice
             if how is not None:
                 return (Recompute(event.layer, how),)
+        elif isinstance(event, LayerEnd):
+            treatments.layer_ended(event)
         return ()
 
     def _note(self, event: Event) -> Sequence[Action]:

@@ -207,7 +207,13 @@ class Rehearsal(PlannedPolicy):
             "states": asdict(self.states),
             "undecided": self.account.undecided,
             "ways": [
-                {"how": how, "names": each.names, "blocks": each.blocks, "profile": asdict(each.profile)}
+                {
+                    "how": how,
+                    "names": each.names,
+                    "blocks": each.blocks,
+                    "profile": asdict(each.profile),
+                    "treated": None if each.treated is None else [*each.treated],
+                }
                 for how, each in ({} if ways is None else ways.steps).items()
             ],
         }

@@ -55,6 +55,7 @@ def main() -> int:
             {
                 "share": float(share),
                 "budget": budget,
+                "least": contest.least(budget),
                 "bound": contest.bound(budget),
                 "foreseeable": contest.foreseeable(budget),
                 "auto": auto,

@@ -14,11 +14,13 @@ from benchmarks.checkpointing import Kept, checkpointed, same_numbers
 from benchmarks.peak import Peak
 from tiered_mem import TieringManager
 from tiered_mem.activations.layers import repeated_blocks
-from tiered_mem.policies import LayerOrderPolicy, Policy
+from tiered_mem.policies import LayerOrderPolicy, PlannedPolicy, Policy
 from tiered_mem.policies.planning.profile import Link, floor, least_seconds
 from tiered_mem.policies.planning.repertoire import Table
+from tiered_mem.policies.planning.stitching import Ways
 
 from .loads import alike, fullest
+from .lower_bound import least_of_mixtures
 from .megatron import MegatronPolicy
 from .observed import ObservingPolicy, PlayingPolicy
 from .smart_swap import SmartSwap
@@ -30,6 +32,8 @@ _HOST_BYTES = "500GiB"
 _BEGINNING = 12
 _BEGINNING_VARIED = 40
 _MOST_IN_FLIGHT = 3
+_TRYING = 14  # steps until all ways to treat layers were tried
+_AMPLE = 4  # times the peak of the plain step
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Contest:
         self.profile, self.recording = profiles[-1], observing.recording
         self.layers: int = next(name[2] for name in self.recording.names if name[0] == "begin")
         self.repeatable = same_numbers(repeated_blocks(self._used.model))
+        self._ways = [self._treated(self._used, number) for number in range(kinds)]
         self.floor = max(floor(step.moments)[0] for step in self._plain_steps)
 
     def budget(self, share: float) -> int:
@@ -75,6 +80,15 @@ class Contest:
         """The mean seconds of a step that no plan within the budget can better."""
         waits = [least_seconds(step.moments, budget, self._link) - step.moments.end for step in self._plain_steps]
         return self.plain.seconds + sum(waits) / len(waits)
+
+    def least(self, budget: int) -> float:
+        """The mean seconds of a step that nothing within the budget can better, computing again or moving."""
+        waits = [
+            least_of_mixtures(ways, budget, self._link) - ways.steps[None].profile.compute
+            for ways in self._ways
+            if ways is not None
+        ]
+        return self.plain.seconds + sum(waits) / len(waits) if waits else self.bound(budget)
 
     def foreseeable(self, budget: int) -> float:
         """The same for plans that cannot know a step's loads beforehand, and leave room for the fullest.
@@ -127,6 +141,16 @@ class Contest:
         self._used = None  # its memory would count
         beginning = _BEGINNING if len(self._plain_steps) == 1 else _BEGINNING_VARIED
         return _of(self._make(), "auto", budget=budget, beginning=beginning)
+
+    def _treated(self, training: Training, number: int) -> Ways | None:
+        """A step with all its layers treated in each way, if they can be."""
+        policy = PlannedPolicy(_AMPLE * self.plain.peak, self._link, try_all=True)
+        manager = TieringManager(policy=policy, device="npu", host_bytes=_HOST_BYTES, preallocate=False)
+        with manager, manager.attach(training.model):
+            for _ in range(_TRYING):
+                training.step(number)
+                torch.npu.synchronize()
+            return policy.account.ways
 
     def _going_on(self) -> Training:
         if self._used is None:

@@ -8,11 +8,13 @@ from itertools import chain, permutations, product, repeat
 from math import inf
 from typing import NamedTuple
 
+from ..base import How
 from .disk_and_states import StatesShare
 from .planner import plan
 from .profile import BudgetTooSmall, Link, least_bytes, least_time
 from .stitching import Choice, RecordedStep, Way, Ways
 
+_HOWS: tuple[How, How] = ("full", "cheap")
 # Layers are looked at in so many groups at most, of layers that follow each other.
 _GROUPS = 32
 # It begins to search from each number of groups in each way, by this part of all of them.
@@ -69,6 +71,8 @@ class _Search:
         self._states = states
         size = -(-len(layers) // _GROUPS)
         self._groups = [layers[k : k + size] for k in range(0, len(layers), size)] if layers else []
+        # Of each group, how all of its layers can be treated.
+        self._allowed = [set.intersection(*map(ways.of, group)) for group in self._groups]
         self._room = max(0, min(states.total, budget - states.rounding - states.step_peak))
         self._outline = Outline(ways, link, {layer: n for n, group in enumerate(self._groups) for layer in group})
         # Of very many blocks it is one that has time.
@@ -92,11 +96,13 @@ class _Search:
         """Points all over: the first groups are "full", those after them "cheap", and the last keep all."""
         groups = len(self._groups)
         counts = sorted({groups * k // _COUNTS for k in range(_COUNTS + 1)})
-        full, cheap = (counts if way in self._ways.steps else [0] for way in ("full", "cheap"))
+        full, cheap = (counts if way in self._ways.steps else [0] for way in _HOWS)
         for f, c in product(full, cheap):
             if f + c <= groups:
                 kinds: list[tuple[Way, int]] = [("full", f), ("cheap", c), (None, groups - f - c)]
-                ways = tuple(chain.from_iterable(repeat(way, count) for way, count in kinds))
+                wanted = chain.from_iterable(repeat(way, count) for way, count in kinds)
+                may = zip(wanted, self._allowed, strict=True)
+                ways = tuple([way if way in allowed else None for way, allowed in may])
                 for kept in {0, self._room // 2, self._room}:
                     yield _Point(ways, kept)
 
@@ -121,7 +127,7 @@ class _Search:
     def _near(self, point: _Point, size: int) -> Iterator[_Point]:
         """Points in which so many groups are treated otherwise, or as large a part of the states stays or goes."""
         for old, new in permutations(self._ways.steps, 2):
-            there = [n for n, way in enumerate(point.ways) if way == old]
+            there = [n for n, way in enumerate(point.ways) if way == old and new in self._allowed[n]]
             if len(there) >= size:
                 for some in _picks(there, size):
                     ways = tuple([new if n in some else way for n, way in enumerate(point.ways)])

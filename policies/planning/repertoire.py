@@ -184,14 +184,18 @@ class Repertoire:
         self._take(known)
         return known
 
-    def stitch(self, step: RecordedStep, choice: Choice) -> None:
-        """Takes over a step that was not recorded yet, as its layers were never treated like this."""
+    def stitch(self, step: RecordedStep, choice: Choice) -> bool:
+        """Takes over a step whose layers are to be treated so from now on. Whether one like it is still to be
+        recorded."""
         course = [name for name in step.names if name[0] not in ("used", "dropped")]
         uses = sum(name[0] == "used" for name in step.names)
         self.states.target = None  # it has room of its own for them
         self.replan()
+        if any(known.choice == choice and not known.stitched for known in self._known):
+            return False
         known = Known(course, uses, step.names, step.blocks, step.profile, choice=choice, stitched=True)
         self._take(known)
+        return True
 
     def _take(self, known: Known) -> None:
         others = [each for each in self._known if not (each.stitched and each.choice == known.choice)]

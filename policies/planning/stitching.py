@@ -22,31 +22,42 @@ Choice = Mapping[int, How]
 class Backward(NamedTuple):
     """A layer where its backward begins. In bytes, of the device.
 
-    standing: allocated then, beside blocks. above: the most that comes beside what it has saved. forward: the most
-    that came in its forward. saved: its blocks. largest: of these one. borrowed: blocks of layers before it that it
-    is the first to use.
+    standing: allocated then, beside blocks that can leave. forward: the most that came in its forward.
+    saved: its blocks. borrowed: blocks of layers before it that it is the first to use.
+    above: the most that comes beside what it has saved; twice: where each block is there twice when it is used.
+    above_all, twice_all: the same where nothing of what it has saved is let go before its end.
     """
 
     standing: int
-    above: int
     forward: int
     saved: int
-    largest: int
     borrowed: int
+    above: int
+    twice: int
+    above_all: int
+    twice_all: int
 
-    def coming(self, inputs: int, *, trial: bool) -> int:
-        """The most that comes while the layer is computed again and keeps nothing but its inputs.
+    def coming(self, inputs: int, held: int, *, trial: bool, beside: int = 0, results: int | None = 0) -> int:
+        """The most that comes while the layer is computed again.
 
         That is what its forward takes, and then what its backward does, with all that it has saved there at once. A
-        trial has one of these twice then. inputs: the bytes that the layer is called with.
+        trial has each of these twice when it is used. Results that it is given stay until it is through.
+
+        inputs: the bytes that the layer is called with. held: of these what it does not save.
+        results: those that it is given; None is not known. beside: of them what it does not save.
         """
-        again = self.borrowed + self.saved + self.above
-        return max(inputs + self.forward, again + (self.largest if trial else 0))
+        above, above_all = self.above, self.above_all
+        if trial:
+            above, above_all = max(above, self.twice), max(above_all, self.twice_all)
+        stays = beside + above_all if results is None else min(beside + above_all, results + above)
+        return max(inputs + self.forward + beside, held + self.borrowed + self.saved + stays)
 
 
 @dataclass(frozen=True)
 class RecordedStep:
     """A step, by its positions: their names, the blocks in the order of their saves, and its profile.
+
+    treated: the layers that were computed again in it; None is all of them, if any.
 
     Its parts go from where a layer begins its forward, or for the first time its backward, to the next of
     these. The first part comes before all layers, the last after all blocks, as the optimizer's step does.
@@ -55,6 +66,7 @@ class RecordedStep:
     names: Sequence[Name]
     blocks: Sequence[Name]
     profile: Profile
+    treated: Collection[int] | None = None
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -84,27 +96,52 @@ class RecordedStep:
 
     def backwards(self) -> dict[int, Backward]:
         """What there is to say of each layer that begins its backward: the most of it, over all graphs."""
-        forwards: dict[tuple[int, int], tuple[int, int, int]] = {}
+        forwards: dict[tuple[int, int], tuple[int, int]] = {}
         found: dict[int, Backward] = {}
-        used: list[list[int]] = [[] for _ in self.layers]
-        for b, first in enumerate(self.profile.used):
-            used[self.part_of(first)].append(b)
+        nbytes = self.profile.nbytes
         for part, (of, (a, z)) in enumerate(zip(self.layers, pairwise(self.cuts), strict=True)):
             if of is None or a == z:
                 continue
             kind, graph, layer = of
-            # Up to the forward's end, and to the last use of what it has saved: what follows is not the layer's.
+            # Up to the forward's end, and to the last use of what it has saved. What follows that use is the
+            # layer's too where the next one's backward comes after it, and not all else.
             last = "end" if kind == "forward" else "used"
             z = next((k for k in reversed(range(a, z)) if self.names[k][0] == last), z)
-            above = max(0, max(self.profile.full[a:z], default=0) - self.levels[a])
+            z += kind == "backward" and (self.layers[part + 1] or ())[:2] == of[:2]
             if kind == "forward":
-                nbytes = [self.profile.nbytes[b] for b in self.saved[part]]
-                forwards[graph, layer] = above, sum(nbytes), max(nbytes, default=0)
+                above = max(0, max(self.profile.full[a:z], default=0) - self.levels[a])
+                forwards[graph, layer] = above, sum(nbytes[b] for b in self.saved[part])
             else:
-                borrowed = sum(self.profile.nbytes[b] for b in used[part] if self.blocks[b][:2] != (graph, layer))
-                new = Backward(self.standing[a], above, *forwards.get((graph, layer), (0, 0, 0)), borrowed)
+                borrowed = sum(nbytes[b] for b in self._used[part] if self.blocks[b][:2] != (graph, layer))
+                forward, saved = forwards.get((graph, layer), (0, 0))
+                standing = self.standing[a] + self._stuck(a, self._used[part])
+                new = Backward(standing, forward, saved, borrowed, *self._above(part, a, z))
                 found[layer] = Backward(*map(max, new, found.get(layer, new)))
         return found
+
+    def _stuck(self, position: int, used: Collection[int]) -> int:
+        """The bytes of other blocks than those used now that cannot leave by then, as somebody else has them."""
+        profile = self.profile
+        late = (b for b, loose in enumerate(profile.loose) if profile.saved[b] <= position < loose)
+        return sum(profile.nbytes[b] for b in late if position < profile.dropped[b] and b not in used)
+
+    def _above(self, part: int, begin: int, end: int) -> tuple[int, int, int, int]:
+        """How far a layer's backward rises above where it begins, in the four ways of a `Backward`."""
+        nbytes, full, levels = self.profile.nbytes, self.profile.full, self.levels
+        uses = {self.profile.used[b]: nbytes[b] for b in self._used[part]}
+        ends: dict[int, int] = {}
+        for dropped, size in zip(self.profile.dropped, nbytes, strict=True):
+            if begin <= dropped < end:
+                ends[dropped] = ends.get(dropped, 0) + size
+        above = twice = above_all = twice_all = gone = 0
+        for k in range(begin, end):
+            if k in uses:
+                twice = max(twice, levels[k] + uses[k] - levels[begin])
+                twice_all = max(twice_all, levels[k] + uses[k] + gone - levels[begin])
+            gone += ends.get(k, 0)
+            above = max(above, full[k] - levels[begin])
+            above_all = max(above_all, full[k] + gone - levels[begin])
+        return above, twice, above_all, twice_all
 
     def part_of(self, position: int) -> int:
         return bisect_right(self.cuts, position, hi=len(self.cuts) - 1) - 1
@@ -113,6 +150,14 @@ class RecordedStep:
     def _begins(self) -> list[int]:
         begin = ("forward", "backward")
         return [k for k, name in enumerate(self.names) if name[0] in begin and name[3] == 0]
+
+    @cached_property
+    def _used(self) -> list[list[int]]:
+        """The blocks that each part is the first to use."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for b, used in enumerate(self.profile.used):
+            found[self.part_of(used)].append(b)
+        return found
 
     @cached_property
     def saved(self) -> list[list[int]]:
@@ -146,11 +191,17 @@ class Ways:
         """Of each part, as a `RecordedStep` has them."""
         return self.steps[None].layers
 
+    def of(self, layer: int) -> set[Way]:
+        """How a layer can be treated: as it was in a step that was recorded."""
+        return {
+            way for way, step in self.steps.items() if way is None or step.treated is None or layer in step.treated
+        }
+
     def way(self, part: int, choice: Choice) -> Way:
         """How a part goes if each layer is treated as `choice` has it."""
         of = self.layers[part]
         how = None if of is None else choice.get(of[2])
-        return how if how in self.steps else None
+        return how if of is not None and how in self.of(of[2]) else None
 
     def stitched(self, choice: Choice) -> RecordedStep:
         """The step with these layers treated so, while the others keep all.

@@ -127,10 +127,8 @@ def _bytes(step: RecordedStep, part: int) -> int:
 
 def treatable(ways: Ways, budget: int) -> list[int]:
     """The layers that have room to be computed again within a budget."""
-    backwards = ways.steps[None].backwards()
-    return sorted(
-        layer for layer, each in backwards.items() if each.standing + each.coming(0, trial=False) <= budget
-    )
+    backwards = ways.steps[None].backwards().items()
+    return sorted(n for n, each in backwards if each.standing + each.coming(0, 0, trial=False) <= budget)
 
 
 def layers_counted(numbers: Iterable[int]) -> str:

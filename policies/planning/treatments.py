@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import chain
 
-from ..base import How, LayerBegin, Recomputed
+from ..base import How, LayerBegin, LayerEnd, Recomputed
 from .choosing import choose
 from .profile import BudgetTooSmall
 from .repertoire import Known, Repertoire, Variant
@@ -26,7 +25,8 @@ _CHANGED = 0.05
 _PATIENCE = 16
 # So many steps are tried in one way, of which none could be planned for.
 _TRIES = 4
-_WAYS: tuple[How, ...] = ("cheap", "full")
+# As "cheap" once more where "full" shows that what it keeps lets more layers find room for that.
+_WAYS: tuple[How, ...] = ("cheap", "full", "cheap")
 
 
 class Treatments:
@@ -48,6 +48,7 @@ class Treatments:
         self._course: _Course | None = None
         self._last: _Course | None = None  # of the last step that has ended
         self._called: dict[int, int] = {}  # the bytes that layers are called with
+        self._unsaved: dict[int, int] = {}  # and of these what nobody saves
         self._asked: set[int] = set()
         self._treated: set[int] = set()
         self._trials: set[int] = set()
@@ -72,7 +73,7 @@ class Treatments:
 
     def begin(self) -> None:
         """A step begins."""
-        self.choice, self._course, self._called = {}, None, {}
+        self.choice, self._course, self._called, self._unsaved = {}, None, {}, {}
         for each in (self._asked, self._treated, self._trials):
             each.clear()
 
@@ -94,10 +95,16 @@ class Treatments:
             self._asked.add(event.layer)
         return how
 
+    def layer_ended(self, event: LayerEnd) -> None:
+        """The forward of a layer has ended."""
+        self._unsaved[event.layer] = max(event.unsaved_inputs, self._unsaved.get(event.layer, 0))
+
     def heard(self, event: Recomputed, step: StepUnderWay) -> None:
         """A layer is treated as it was to be, or has a trial of that."""
         if self._course is not None:
             how = self.choice.get(event.layer)
+            if event.trial and how == "full":
+                self._course.results[event.layer] = event.results, event.unsaved
             if how is not None and event.layer in self._course.backwards:
                 step.again[event.layer] = self._course.coming(event.layer, how, trial=event.trial)
         (self._trials if event.trial else self._treated).add(event.layer)
@@ -136,7 +143,7 @@ class Treatments:
         elif not known.choice:
             if course.plain is None or course.inputs != inputs:
                 course.forget()
-                course.plain, course.called = known, {**self._called}
+                course.plain, course.called, course.held = known, {**self._called}, {**self._unsaved}
                 course.backwards = _recorded(known, Variant()).backwards()
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
             course.ways[course.trying] = known, course.inputs / max(1, inputs)
@@ -181,17 +188,21 @@ class Treatments:
             course.number = number
         elif self._try_all or not self._waits_little(plain, Variant(1.0, course.more)):
             course.number = number
+            course.left = [*_WAYS]
             self._next(course)
         else:
             course.basis = basis
 
     def _next(self, course: _Course) -> None:
         """Goes on to the first way, or to the one after what was tried. What was is known now, or cannot be."""
-        ways = _WAYS if course.trying is None else _WAYS[_WAYS.index(course.trying) + 1 :]
         course.kept.clear()
-        for how in ways:
-            course.layers[how] = self._with_room(course, how)
-        course.trying, course.tries = next((how for how in ways if course.layers[how]), None), 0
+        course.trying, course.tries = None, 0
+        while course.left and course.trying is None:
+            how = course.left.pop(0)
+            before = course.layers.get(how, [])
+            course.layers[how] = sorted({*before, *self._with_room(course, how)})
+            if len(course.layers[how]) > len(before):
+                course.trying = how
         if course.trying is None:
             course.done = True
             self._choose(course, WORTH)
@@ -203,7 +214,7 @@ class Treatments:
             return
         repertoire = self._repertoire
         try:
-            layers = sorted({*chain.from_iterable(course.layers.values())})
+            layers = sorted({layer for known, _ in course.ways.values() for layer in known.choice})
             chosen = choose(ways, repertoire.room, repertoire.link, repertoire.states, layers, now=course.choice)
         except BudgetTooSmall as error:
             _log.info("layers are treated as before: %s", str(error))
@@ -211,9 +222,7 @@ class Treatments:
         if chosen.seconds > (1 - better) * chosen.before or chosen.choice == course.choice:
             return
         course.choice = chosen.choice
-        course.stitched = bool(chosen.choice)
-        if chosen.choice:
-            repertoire.stitch(ways.stitched(chosen.choice), chosen.choice)
+        course.stitched = bool(chosen.choice) and repertoire.stitch(ways.stitched(chosen.choice), chosen.choice)
 
 
 @dataclass
@@ -221,11 +230,14 @@ class _Course:
     """What is known of the steps that begin with a forward of so many layers.
 
     plain: one that keeps all. more: the bytes that are taken before it by now, and were not when it was recorded.
-    called: the bytes that its layers are called with, in the order of their beginnings.
+    called: the bytes that its layers are called with, in the order of their beginnings. held: of these what is kept
+    only where a layer is computed again, as it does not save it.
     backwards: of its layers. layers: for each way those that can be tried in it. ways: the steps in which all
     of these are treated so, and how much longer the plain one is.
     kept: of each layer that had a trial in the way that is tried now, the bytes of the blocks that it had then.
-    trying: what is tried now. tries: the steps since then without a trial. done: all ways were tried.
+    results: of each that had one as "full", what "cheap" would keep, and at most beside what it saves.
+    trying: what is tried now. left: what is to be tried after it. tries: the steps since then without a trial.
+    done: all ways were tried.
     choice: what was chosen. stitched: no step was recorded that has it. basis, number: of the choice, the rates and
     sizes that it was made for, and the step.
     """
@@ -233,11 +245,14 @@ class _Course:
     plain: Known | None = None
     more: int = 0
     called: dict[int, int] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
     backwards: dict[int, Backward] = field(default_factory=dict)
     layers: dict[How, list[int]] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
     ways: dict[How, tuple[Known, float]] = field(default_factory=dict)
+    results: dict[int, tuple[int, int]] = field(default_factory=dict)
     trying: How | None = None
+    left: list[How] = field(default_factory=list)
     tries: int = 0
     done: bool = False
     choice: Choice = field(default_factory=dict)
@@ -256,15 +271,19 @@ class _Course:
     def coming(self, layer: int, how: How, *, trial: bool) -> int:
         """The bytes of the device that come while a layer is computed again, at most.
 
-        As "cheap" it also has the results that it is given. Before one like it had its trial nothing is known of
+        As "cheap" it also has the results that it is given. Before one like it had a trial nothing is known of
         these: they are taken for as much as it saves.
         """
         backward = self.backwards[layer]
-        saved = backward.saved
-        alike = [kept for other, kept in self.kept.items() if self.backwards[other].saved == saved]
-        kept = self.kept.get(layer, max(alike, default=2 * saved))
-        given = max(0, kept - saved) if how == "cheap" else 0
-        return given + backward.coming(self.called.get(layer, 0), trial=trial)
+        inputs, held = self.called.get(layer, 0), self.held.get(layer, 0)
+        if how == "full":
+            return backward.coming(inputs, held, trial=trial)
+        alike = [n for n, each in self.backwards.items() if each.saved == backward.saved]
+        kept = [self.kept[n] - backward.saved for n in alike if n in self.kept]
+        known = [self.results[n] for n in alike if n in self.results]
+        beside = max(0, *kept) if kept else max((unsaved for _, unsaved in known), default=backward.saved)
+        results = max((results for results, _ in known), default=None)
+        return backward.coming(inputs, held, trial=trial, beside=beside, results=results)
 
     def look_at(self, step: StepUnderWay, trials: Collection[int]) -> None:
         """Learns from a step what the layers keep that have their trials in it."""
@@ -279,6 +298,8 @@ class _Course:
         """All but the step that keeps all."""
         self.ways.clear()
         self.kept.clear()
+        self.results.clear()
+        self.layers.clear()
         self.trying, self.tries, self.done = None, 0, False
         self.choice, self.stitched = {}, False
         self.basis = (0.0, 0.0, 0.0, 0.0)
@@ -299,4 +320,4 @@ class _Course:
 
 def _recorded(known: Known, variant: Variant) -> RecordedStep:
     profile = known.profile if variant == Variant() else known.profile.scaled(*variant)
-    return RecordedStep(known.names, known.blocks, profile)
+    return RecordedStep(known.names, known.blocks, profile, frozenset(known.choice))

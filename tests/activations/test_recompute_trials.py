@@ -172,6 +172,25 @@ def test_who_would_give_other_numbers_keeps_all(
     assert EXCLUDED[kind] in told[0]
 
 
+@pytest.mark.parametrize("how", ["cheap", "full"])
+def test_layers_inside_of_checkpoints_stay_as_they_are_which_one_line_says(
+    how: Any, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()).to(device) for _ in range(3)]
+    x = torch.randn(4, 16).to(device)
+    with tiering(device) as manager, caplog.at_level(logging.WARNING, "tiered_mem.activations"):
+        for _ in range(2):
+            with manager.offload_context(layers, min_bytes=1, recompute=how):
+                y = x.requires_grad_()
+                for layer in layers:
+                    y = checkpoint(layer, y, use_reentrant=False)
+            y.sum().backward()
+    told = [each.getMessage() for each in caplog.records if "inside of a checkpoint" in each.getMessage()]
+    assert len(told) == 1
+    assert "Sequential runs inside of a checkpoint" in told[0]
+    assert "gradient_checkpointing=False" in told[0]
+
+
 def test_collectives_are_not_issued_again(caplog: pytest.LogCaptureFixture) -> None:
     """Of one process. Others may not come to issue theirs a second time."""
 

@@ -27,9 +27,20 @@ from tiered_mem.policies import (
     Reload,
     Saved,
 )
-from tiered_mem.policies.base import ExactMemory, Memory, Refused, StepBegin, StepEnd, StepMeasured, Used
+from tiered_mem.policies.base import (
+    Advice,
+    ExactMemory,
+    Memory,
+    Recompute,
+    Recomputed,
+    Refused,
+    StepBegin,
+    StepEnd,
+    StepMeasured,
+    Used,
+)
 
-BESIDE = (Memory, StepMeasured, Refused)
+BESIDE = (Memory, StepMeasured, Refused, Recomputed)
 
 
 class Listening(LayerOrderPolicy):
@@ -201,6 +212,58 @@ def test_exact_memory_sees_what_came_and_went(device: str, device_module: Module
     rises = [event.peak - event.device for event in policy.told if type(event) is ExactMemory]
     assert len([rise for rise in rises if 8 << 20 <= rise < 9 << 20]) == 3
     assert {type(event) for event in policy.told if isinstance(event, Memory)} == {Memory, ExactMemory}
+
+
+def test_exact_memory_sees_what_came_before_word_of_a_layer_that_is_computed_again(device: str) -> None:
+    """At which nothing is told of memory."""
+
+    class Passing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            torch.empty(8 << 20, dtype=torch.uint8, device=device)
+            return y
+
+    class Recomputing(Listening):
+        def decide(self, event: Event) -> Sequence[Advice]:
+            answer = super().decide(event)
+            again = isinstance(event, LayerBegin) and not event.backward
+            return [*answer, Recompute(event.layer, "full")] if again else answer
+
+    policy = Recomputing(0, {ExactMemory, Recomputed})
+    x = torch.ones(64, device=device, requires_grad=True)
+    with TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager:
+        for _ in range(3):
+            with manager.offload_context([layer := Passing()]):
+                y = layer(x)
+            y.sum().backward()
+    before = [policy.told[k - 2 : k] for k, event in enumerate(policy.told) if isinstance(event, LayerEnd)]
+    assert [type(told) for told, _ in before] == [Recomputed] * 3
+    memory = [told for _, told in before]
+    assert all(type(each) is ExactMemory and 8 << 20 <= each.peak - each.device < 9 << 20 for each in memory[1:])
+
+
+def test_a_trial_as_full_tells_what_cheap_would_keep_beside_what_the_layer_saves(device: str) -> None:
+    """Of three products the second one's result is saved, by the sine. The last one's nobody needs again."""
+
+    class Products(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(torch.tanh(x @ x) @ x) @ x
+
+    class Recomputing(Listening):
+        def decide(self, event: Event) -> Sequence[Advice]:
+            answer = super().decide(event)
+            again = isinstance(event, LayerBegin) and not event.backward
+            return [*answer, Recompute(event.layer, "full")] if again else answer
+
+    policy = Recomputing(0, {Recomputed})
+    x = torch.ones(64, 64, device=device, requires_grad=True)
+    with (
+        TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager,
+        manager.offload_context([layer := Products()]),
+    ):
+        layer(x).sum().backward()
+    told = [event for event in policy.told if isinstance(event, Recomputed)]
+    assert told == [Recomputed(told[0].graph, 0, True, results=2 * x.nbytes, unsaved=x.nbytes)]
 
 
 def test_a_step_that_is_recorded_from_its_middle_on_has_times_before_the_next_begins(device: str) -> None:

@@ -49,7 +49,7 @@ HARMLESS = {
     # What runs inside of a layer's forward, or computes it again, is the user's: the call ends with the interrupt.
     "operators.py": [
         *("<genexpr>", "<listcomp>", "<setcomp>", "__enter__", "__torch_dispatch__", "_random_states", "is_dear"),
-        *("_numbers_of_a_draw", "load", "of", "tensors_among"),
+        *("_memory_of", "_numbers_of_a_draw", "load", "of", "tensors_among"),
     ],
     "call.py": ["<genexpr>", "_changed_state", "_other_now", "again", "settings"],
     "recompute.py": ["<lambda>", "_bits", "_parts", "_same_bits", "_unpack", "again", "check", "same_bits"],

@@ -116,6 +116,19 @@ def test_losses_and_weights_are_those_of_the_plain_run(tmp_path: Path, arguments
     assert tiered.state.log_history[0]["tiered/offloaded_gib"] > 0
 
 
+def test_with_gradient_checkpointing_one_line_says_what_to_switch_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = LayerOrderPolicy(4, recompute="cheap")
+    outcome(trainer(tmp_path, TieringCallback(policy=policy, **OPTIONS), gradient_checkpointing=True))
+    told = [each.message for each in caplog.records if "checkpoint" in each.message]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "LlamaDecoderLayer is not computed again in backward, and keeps what it saves: it has a"
+    )
+    assert "gradient_checkpointing=False" in told[0]
+
+
 def test_the_optimizer_is_tiered_while_it_trains_and_plain_afterwards(tmp_path: Path) -> None:
     """With fp16 too, where accelerate keeps a method of the optimizer that it was given."""
     seen: list[bool] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tiered_mem.policies.base import How
 from tiered_mem.policies.planning import BudgetTooSmall, Link, plan
 from tiered_mem.policies.planning.choosing import Chosen, choose
 from tiered_mem.policies.planning.disk_and_states import StatesShare
+from tiered_mem.policies.planning.stitching import Ways
 
 SLOW = Link(10e9, 10e9, 1.0, 5e-6)
 OPTIMA = json.loads((Path(__file__).parent / "simulated" / "treated_optima.json").read_text())
@@ -99,6 +101,20 @@ def test_many_layers_treated_in_the_cheap_way_are_found_where_few_in_the_dear_on
         if full + cheap <= 12
     )
     assert chosen(model, budget, none).seconds <= best * 1.003
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.6])
+def test_a_layer_is_treated_only_in_ways_in_which_it_was(share: float) -> None:
+    """A step in which others were treated so tells nothing of it."""
+    model = decoder(8)
+    some = frozenset({5, 6})
+    one = model.recorded(dict.fromkeys(some, "cheap"))
+    ways = Ways({None: model.recorded(), "cheap": replace(one, treated=some)})
+    budget = budget_between(model.recorded().profile, share)
+    found = choose(ways, budget, SLOW, StatesShare(), range(8), now={})
+    assert found.choice
+    assert found.choice.keys() <= some
+    assert found.seconds == pytest.approx(seconds(model, dict(found.choice), budget, SLOW), rel=0.01)
 
 
 def test_optimizer_states_have_what_computing_again_leaves() -> None:

@@ -80,6 +80,16 @@ def test_each_way_is_tried_once_and_a_choice_stays() -> None:
     assert len({str(treated) for treated in training.treated[SETTLED:]}) == 1
 
 
+@pytest.mark.parametrize("share", [0.1, 0.12, 0.15])
+def test_what_cheap_keeps_is_known_from_trials_of_full_where_it_finds_no_room_by_a_guess(share: float) -> None:
+    training = Training(decoder(LAYERS), share)
+    outcomes = [training.step() for _ in range(2 * SETTLED)]
+    ways = [set(treated.values()) for treated in training.treated if len(treated) == LAYERS]
+    assert ways[:2] == [{"full"}, {"cheap"}]
+    assert "cheap" in training.treated[-1].values()
+    assert max(outcome.peak for outcome in outcomes) <= training.budget
+
+
 def test_where_no_layer_can_be_computed_again_all_is_as_before() -> None:
     training = Training(decoder(LAYERS), 0.3, can=False)
     assert training.settled() == pytest.approx(Training(decoder(LAYERS), 0.3, recompute=False).settled())

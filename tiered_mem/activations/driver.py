@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from ..device.device import Device, DevicePeak
-from ..device.torch_private import call_after_backward, current_backward
+from ..device.torch_private import call_after_backward, current_backward, storage_id
 from ..device.transfer import TransferEngine
 from ..errors import Closed
 from ..ground.interrupts import uninterrupted
@@ -173,6 +173,12 @@ class Activations:
         with self._turn:
             return any(self._blocks.find(key) is not None for key in keys)
 
+    def saved_of(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        """The bytes of those of the storages that blocks have, as a whole and on the device."""
+        with self._turn:
+            spans = [(storage_id(each), 0, each.nbytes()) for each in storages]
+            return sum(span[2] for span in spans if span in self._blocks.by_span)
+
     @uninterrupted
     def offloaded_bytes(self, keys: Iterable[int]) -> int:
         """The size of those of the blocks that are still needed and were offloaded, though they may be back."""
@@ -279,12 +285,11 @@ class PolicyActions:
             self._watch.note(each, asks)
             if type(each) in _ON_REQUEST and type(each) not in asks:
                 continue
-            if not isinstance(each, StepMeasured | MoreBlocks | Recomputed) and (
-                memory := self._watch.memory(each, asks)
-            ):
+            between = isinstance(each, StepMeasured | MoreBlocks | Recomputed)
+            if not between and (memory := self._watch.memory(each, asks)):
                 self.act(self._policy.decide(memory))
             self.act(self._policy.decide(each))
-            self._watch.answered(self._policy.asks)
+            self._watch.answered(self._policy.asks, between=between)
             self._ask()
 
     def _ask(self) -> None:
@@ -363,9 +368,15 @@ class StepWatch:
             return ExactMemory(allocated, peak, reserved, frozenset(self._held), acting)
         return (LayerMemory if at_layers else Memory)(allocated, peak, reserved)
 
-    def answered(self, asks: Collection[type[Any]]) -> None:
-        """What the policy has answered to an event is done, and now it asks for these."""
-        self._exact = ExactMemory in asks
+    def answered(self, asks: Collection[type[Any]], *, between: bool) -> None:
+        """What the policy has answered to an event is done, and now it asks for these.
+
+        between: it was told nothing of memory at this event. What came before that is still to be told.
+        """
+        exact = ExactMemory in asks
+        if between and exact == self._exact:
+            return
+        self._exact = exact
         # Where nothing can move any more, nobody has to know all that comes and goes.
         if self._exact and (self._forwards or self._blocks.by_key):
             self._peak.begin_anew()

@@ -100,6 +100,7 @@ class ForwardPass:
         self._layer: int | None = None
         # Of the layer that began last. torch's StorageWeakRef would swallow an interrupt when it dies.
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._called_with = 0  # their bytes
         self._strays: dict[int, list[weakref.ref[StrayTensor]]] = {}
         self._backward_of: int | None = None
         self.keys: list[dict[int, None]] = []
@@ -149,7 +150,8 @@ class ForwardPass:
         layer = self._layer = len(self.keys)
         self.keys.append({})
         tensors = [each for each in inputs if type(each) is torch.Tensor and has_storage(each)]
-        answer = self._activations.notify(LayerBegin(self.graph, layer, inputs=sum([t.nbytes for t in tensors])))
+        self._called_with = sum([tensor.nbytes for tensor in tensors])
+        answer = self._activations.notify(LayerBegin(self.graph, layer, inputs=self._called_with))
         self.recompute = None if answer is None or answer.layer != layer else answer.how
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._inputs = {storage_id(storage): weakref.ref(storage) for storage in storages}
@@ -157,9 +159,9 @@ class ForwardPass:
             self._claim_strays(layer)
         return layer
 
-    def computes_again(self, layer: int, *, trial: bool) -> None:
-        """The layer that has begun will be computed again. trial: to be compared, and it keeps all."""
-        self._activations.notify(Recomputed(self.graph, layer, trial))
+    def computes_again(self, layer: int, *, trial: bool, results: int, unsaved: int) -> None:
+        """The layer that has ended will be computed again. trial, results, unsaved: as a `Recomputed` has them."""
+        self._activations.notify(Recomputed(self.graph, layer, trial, results, unsaved))
 
     def resume_layer(self, layer: int | None) -> None:
         """A layer that was begun goes on, after one that lies inside it; None is outside of them all."""
@@ -167,7 +169,9 @@ class ForwardPass:
 
     def end_layer(self, layer: int) -> None:
         self._layer = None
-        self._activations.notify(LayerEnd(self.graph, layer))
+        inputs = [storage for reference in self._inputs.values() if (storage := reference()) is not None]
+        unsaved = max(0, self._called_with - self._activations.saved_of(inputs))
+        self._activations.notify(LayerEnd(self.graph, layer, unsaved))
         small, self._small_before = self._small.nbytes - self._small_before, self._small.nbytes
         if self._movable.adapt(small, self._expected, max(0, self._expected - layer - 1)):
             self._activations.notify(MoreBlocks(self.graph))
@@ -304,6 +308,8 @@ class Keeper(Protocol):
     def load(self, block: Block, view: View) -> torch.Tensor: ...
 
     def any_alive(self, keys: Iterable[int]) -> bool: ...
+
+    def saved_of(self, storages: Iterable[torch.UntypedStorage]) -> int: ...
 
     def count_stayed(self, keys: Iterable[int], stayed: Stayed) -> int: ...
 

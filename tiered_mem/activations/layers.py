@@ -103,8 +103,6 @@ class LayerCalls:
         self._running.append(call)
         if (how := forward.recompute or self._recompute) is not None:
             call.recomputed = self._recomputer.begin(how, forward, call.layer, module, args, named)
-            if call.recomputed is not None:
-                forward.computes_again(call.layer, trial=call.recomputed.is_trial)
 
     def end(self, module: Module, output: object) -> None:
         """A layer has ended. One that has not begun, as somebody else's hook raised before, ends nothing."""
@@ -113,8 +111,11 @@ class LayerCalls:
         # What an interrupt ended in between, before it was inside of its own forward, is over as well.
         while (ended := self._running.pop()).module is not module:
             ended.leave(None)
+        forward, recomputed = self.forward, ended.recomputed
         ended.leave(output)
-        forward = self.forward
+        if recomputed is not None and output is not None:
+            results, unsaved = recomputed.results
+            forward.computes_again(ended.layer, trial=recomputed.is_trial, results=results, unsaved=unsaved)
         self._came = self._came or forward.saver == ended.layer
         if self._came or is_checkpoint():
             forward.elsewhere = False

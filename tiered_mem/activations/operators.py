@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,11 +15,13 @@ from ..device.torch_private import (
     DispatchMode,
     deeper_autocast,
     less_deep_autocast,
+    storage_id,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
 from ..errors import NotRepeatable
+from .movable import has_storage
 
 
 class Watch(DispatchMode):
@@ -27,7 +30,8 @@ class Watch(DispatchMode):
     save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
     saves: how many tensors autograd has saved so far. why: the reason to exclude the layer, if there is one.
     disturbs: the reason where it has come to other bits because it was watched. unwritten: results that hold what
-    was in memory, and that nobody reads.
+    was in memory, and that nobody reads. returned: of those that are not kept here, the memory, the bytes,
+    and how many tensors were saved before.
     """
 
     def __init__(self, save: Save | None, checkpoint: Callable[[], bool]) -> None:
@@ -40,6 +44,7 @@ class Watch(DispatchMode):
         self.why: str | None = None
         self.disturbs: str | None = None
         self.unwritten: list[torch.Tensor] = []
+        self.returned: list[tuple[Callable[[], torch.UntypedStorage | None], int, int]] = []
 
     def __enter__(self) -> Any:
         self._autocast, self._deep = _autocast_is_on(), _depth_of_autocast()
@@ -65,11 +70,23 @@ class Watch(DispatchMode):
         if not drew:
             self.unwritten += _numbers_of_a_draw(tensors)
         if self._save is None:
+            if not drew:
+                self.returned += [(_memory_of(each), each.nbytes, self.saves) for each in tensors]
             return result
         versions = [(each.detach(), each._version) for each in tensors]
         self.kept[len(self._of)] = Result.of(func, result, self._save)
         self._of.append(Seen(Operation.of(func, args, named), self.saves, drew, versions))
         return result
+
+    def would_keep(self, saved: Collection[int], saves: int) -> tuple[int, int]:
+        """The bytes of what was returned that `worth_keeping` would name, and those in none of these storages.
+
+        Memory that is gone by now counts with these: so they are the most that they can be. Asked once, at the end.
+        """
+        returned, self.returned = self.returned, []
+        there = [(ref(), nbytes) for ref, nbytes, before in returned if before < saves]
+        unsaved = sum([nbytes for storage, nbytes in there if storage is None or storage_id(storage) not in saved])
+        return sum([nbytes for _, nbytes in there]), unsaved
 
     def worth_keeping(self, saves: int) -> dict[int, Operation]:
         """The results, by their numbers, that are needed to compute again, and can be kept. Asked once, at the end.
@@ -198,7 +215,11 @@ Save = Callable[[torch.Tensor], Loads]
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 # Products, attention and convolutions, by the names that torch and the backends' packages give them.
 _DEAR = re.compile(r"attention|matmul|linear$|convolution|(^|_)conv|(^|_)(mm|bmm|mv|addmm|addbmm|baddbmm|addmv)$")
-CHECKPOINT_INSIDE = "it has a checkpoint of its own inside"
+WITHOUT_CHECKPOINT = (
+    "Without that (gradient_checkpointing=False in transformers and TRL; docs/frameworks.md has the others) it is "
+    "treated as the policy finds best"
+)
+CHECKPOINT_INSIDE = f"it has a checkpoint of its own inside. {WITHOUT_CHECKPOINT}"
 
 
 @functools.cache
@@ -206,6 +227,13 @@ def is_dear(func: Any) -> bool:
     """Whether an operator computes for long, for each byte of its result."""
     name = func.name().partition("::")[2].partition(".")[0]
     return "backward" not in name and _DEAR.search(name) is not None
+
+
+def _memory_of(tensor: torch.Tensor) -> Callable[[], torch.UntypedStorage | None]:
+    """Tells it as long as it is there, where the tensor is of one piece of it."""
+    if type(tensor) is torch.Tensor and has_storage(tensor):
+        return weakref.ref(tensor.untyped_storage())
+    return lambda: None
 
 
 def _numbers_of_a_draw(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from ..device.torch_private import (
     CheckpointError,
     checkpoint_halves,
     innermost_transform,
+    storage_id,
     top_saving_hooks,
     tree_flatten,
     tree_leaves,
@@ -34,7 +35,16 @@ from ..ground.wrappers import plain_tensors
 from ..policies.base import How
 from .call import Call, Kind, contents, holds_more, host_random, parts_of
 from .hooks import ForwardPass, Saved, is_checkpoint, saving_hook
-from .operators import CHECKPOINT_INSIDE, GiveResults, KeepResults, Operation, Watch, tensors_among
+from .movable import has_storage
+from .operators import (
+    CHECKPOINT_INSIDE,
+    WITHOUT_CHECKPOINT,
+    GiveResults,
+    KeepResults,
+    Operation,
+    Watch,
+    tensors_among,
+)
 
 _log = logging.getLogger("tiered_mem.activations")
 
@@ -58,6 +68,7 @@ class Recomputer:
         self._forbid = wanted is False
         self._at_once = at_once
         self._kinds: dict[Kind, Verdict] = {}
+        self._told = False  # that layers are in checkpoints of the user's
 
     def check(self, how: How | None) -> How | None:
         """What a context is asked for. Raises ValueError."""
@@ -79,6 +90,7 @@ class Recomputer:
         if self._forbid or not torch.is_grad_enabled():
             return None
         if not forward.saves_here or innermost_transform() is not None:
+            self._tell_of_checkpoint(module)
             return None
         _import_what_compiles()
         leaves, structure = tree_flatten((tuple(args), dict(named)))
@@ -98,16 +110,26 @@ class Recomputer:
             return TrustedCall(forward, call, verdict, how, known=module in verdict.equal)
         return TrialCall(forward, call, verdict, how, exact=not self._allow)
 
+    def _tell_of_checkpoint(self, module: Module) -> None:
+        if is_checkpoint() and not self._told:
+            self._told = True
+            _log.warning(
+                "%s runs inside of a checkpoint. It stays as it is, and its inputs move. %s. It is said once",
+                *(type(module).__name__, WITHOUT_CHECKPOINT),
+            )
+
 
 class RecomputedCall:
     """One call of a layer inside of torch's checkpoint, from where it begins to `end`.
 
     What a generator runs to its `yield` and after it are the two halves of that checkpoint.
 
-    is_trial: whether it keeps all, to be compared.
+    is_trial: whether it keeps all, to be compared. results: where a trial was "full", the bytes that "cheap" would
+    keep, and at most beside what the layer saves; known when it has ended.
     """
 
     is_trial = False
+    results = 0, 0
 
     def __init__(self, forward: ForwardPass, call: Call, verdict: Verdict, how: How) -> None:
         self._forward = forward
@@ -181,6 +203,7 @@ class TrialCall(RecomputedCall):
         self._watch = Watch(None if how == "full" else forward.pack, is_checkpoint)
         self._look: Look | None = Look(call, self._watch)
         self._saves = 0
+        self._saved: set[int] = set()  # the storages of these, by their ids
         self._left = 0
         self._compared = False
         self.running = True
@@ -191,6 +214,8 @@ class TrialCall(RecomputedCall):
         super().end(output)
         self.running = False
         watch, verdict = self._watch, self._verdict
+        self.results = watch.would_keep(self._saved, self._saves)
+        self._saved.clear()
         verdict.wanted = watch.worth_keeping(self._saves)
         for number in watch.kept.keys() - verdict.wanted:
             del watch.kept[number]
@@ -216,6 +241,8 @@ class TrialCall(RecomputedCall):
     def _pack(self, drop: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Twice:
         self._saves += 1
         self._watch.saves = self._saves
+        if type(tensor) is torch.Tensor and has_storage(tensor):
+            self._saved.add(storage_id(tensor.untyped_storage()))
         self._left += 1
         unwritten = any(tensor is each or tensor.data_ptr() == each.data_ptr() for each in self._watch.unwritten)
         return Twice(self, drop(tensor), self._forward.pack(tensor), exact=self._exact and not unwritten)

@@ -134,7 +134,9 @@ class Sweep:
 def ways_of(found: Mapping[str, Any]) -> Ways:
     """What a rehearsal has found of the step. With no ways to treat its layers it is the plain one alone."""
     steps: dict[Way, RecordedStep] = {
-        each["how"]: RecordedStep(_names(each["names"]), _names(each["blocks"]), Profile(**each["profile"]))
+        each["how"]: RecordedStep(
+            _names(each["names"]), _names(each["blocks"]), Profile(**each["profile"]), each["treated"]
+        )
         for each in found["ways"]
     }
     return Ways(steps or {None: RecordedStep(_names(found["names"]), (), Profile(**found["step"]))})

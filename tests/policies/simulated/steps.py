@@ -177,7 +177,7 @@ def _forward(
                     blocks.append(len(step.blocks))
                     step.blocks.append(Block(nbytes, graph, number))
                     step.code += [Allocate(-nbytes), Save(blocks[-1])]
-        step.code.append(LayerEnd(graph, number))
+        step.code.append(LayerEnd(graph, number, unsaved_inputs=INPUT))
     step.code.append(ForwardEnd(graph))
 
 
