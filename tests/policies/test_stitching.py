@@ -11,7 +11,9 @@ from tests.policies.simulated.random_steps import MIB
 from tests.policies.simulated.steps import Layer, Op, one_forward_one_backward
 from tests.policies.simulated.treated import WAYS, Model, decoder
 from tiered_mem.policies.base import How
-from tiered_mem.policies.planning.stitching import RecordedStep, Ways
+from tiered_mem.policies.planning.profile import Profile
+from tiered_mem.policies.planning.recording import Name
+from tiered_mem.policies.planning.stitching import Backward, RecordedStep, Ways
 
 
 def random_model(seed: int, order: Sequence[str] = ("F0", "B0")) -> Model:
@@ -86,3 +88,35 @@ def test_no_layer_gains_time_by_being_computed_again() -> None:
 def test_other_orders_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="in other orders"):
         Ways({None: decoder(4).recorded(), "full": decoder(3).recorded(decoder(3).all("full"))})
+
+
+def test_what_is_known_of_a_layer_where_its_backward_begins() -> None:
+    """The block 0 of the first of two is what the second is called with, and somebody else has block 1."""
+    names: list[Name] = [
+        *[("begin", 0, 2, 0), ("forward", 0, 0, 0), ("saved", 0, 0, 0), ("end", 0, 0, 0)],
+        *[("forward", 0, 1, 0), ("saved", 0, 1, 0), ("end", 0, 1, 0), ("over", 0, 0)],
+        *[("backward", 0, 1, 0), ("used", (0, 1, 0), 0), ("dropped", (0, 1, 0), 0), ("used", (0, 0, 0), 0)],
+        *[("backward", 0, 0, 0), ("used", (0, 0, 1), 0), ("dropped", (0, 0, 0), 0)],
+    ]
+    standing = [100] * len(names)
+    most = [*standing]
+    most[5], most[9], most[11] = 130, 140, 150  # in the second forward, in its backward, and after its last use
+    lives = {"saved": [2, 2, 5], "used": [11, 13, 9], "dropped": [14, 14, 10], "backward": [8, 12, 8]}
+    profile = Profile(
+        seconds=[1.0] * len(names),
+        unmovable=most,
+        nbytes=[10, 5, 20],
+        standing=standing,
+        loose=[3, 13, 6],
+        **lives,
+    )
+    step = RecordedStep(names, [(0, 0, 0), (0, 0, 1), (0, 1, 0)], profile)
+    layer = step.backwards()[1]
+    assert layer == Backward(
+        standing=105, forward=50, saved=20, borrowed=10, above=40, twice=20, above_all=50, twice_all=20
+    )
+    assert layer.coming(7, 3, trial=False) == 3 + 10 + 20 + 40
+    assert layer.coming(40, 3, trial=False) == 40 + 50
+    assert layer.coming(7, 3, trial=False, beside=4, results=None) == 3 + 10 + 20 + 50 + 4
+    assert layer.coming(7, 3, trial=False, beside=4, results=6) == 3 + 10 + 20 + 40 + 6
+    assert layer._replace(twice=60, twice_all=70).coming(7, 3, trial=True) == 3 + 10 + 20 + 60
