@@ -56,8 +56,8 @@ _LEAST_MARGIN = 0.002
 _MOST_MARGIN = 0.05
 # So much of it is left free for steps whose blocks have other sizes than the recorded ones: at first, and when the
 # fullest of them are known.
-_RESERVE = 0.01
-_LEAST_RESERVE = 0.002
+_RESERVE = 0.0125
+_LEAST_RESERVE = 0.005
 # Memory between tensors is planned for anew when it has grown by more than this share of what was given.
 _GROWN = 0.01
 # The last of these that show what the next may take; and so many of the first are all recorded but for their times.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,33 +25,34 @@ class Backward(NamedTuple):
 
     standing: allocated then, beside blocks that can leave. forward: the most that came in its forward.
     saved: its blocks. borrowed: blocks of layers before it that it is the first to use.
-    above: the most that comes beside what it has saved; twice: where each block is there twice when it is used.
-    above_all, twice_all: the same where nothing of what it has saved is let go before its end.
+    rises: of each event of its backward, how far it rises above where it began, and the blocks that are gone by
+    then. twice: the same at each use of a block, if that is there twice.
     """
 
     standing: int
     forward: int
     saved: int
     borrowed: int
-    above: int
-    twice: int
-    above_all: int
-    twice_all: int
+    rises: frozenset[tuple[int, int]]
+    twice: frozenset[tuple[int, int]]
 
-    def coming(self, inputs: int, held: int, *, trial: bool, beside: int = 0, results: int | None = 0) -> int:
+    def or_more(self, other: Backward) -> Backward:
+        """What there is at most, of two backwards."""
+        standing, forward, saved, borrowed = map(max, self[:4], other[:4])
+        return Backward(standing, forward, saved, borrowed, self.rises | other.rises, self.twice | other.twice)
+
+    def coming(self, inputs: int, held: int, *, trial: bool, beside: int = 0, stays: float = 0) -> int:
         """The most that comes while the layer is computed again.
 
         That is what its forward takes, and then what its backward does, with all that it has saved there at once. A
-        trial has each of these twice when it is used. Results that it is given stay until it is through.
+        trial has each of these twice when it is used.
 
         inputs: the bytes that the layer is called with. held: of these what it does not save.
-        results: those that it is given; None is not known. beside: of them what it does not save.
+        beside: of results that it is given, what it does not save. stays: what it does, and has to the end then.
         """
-        above, above_all = self.above, self.above_all
-        if trial:
-            above, above_all = max(above, self.twice), max(above_all, self.twice_all)
-        stays = beside + above_all if results is None else min(beside + above_all, results + above)
-        return max(inputs + self.forward + beside, held + self.borrowed + self.saved + stays)
+        rises = self.rises | self.twice if trial else self.rises
+        above = max((rise + min(gone, stays) for rise, gone in rises), default=0)
+        return beside + max(inputs + self.forward, held + self.borrowed + self.saved + int(above))
 
 
 @dataclass(frozen=True)
@@ -115,33 +117,30 @@ class RecordedStep:
                 borrowed = sum(nbytes[b] for b in self._used[part] if self.blocks[b][:2] != (graph, layer))
                 forward, saved = forwards.get((graph, layer), (0, 0))
                 standing = self.standing[a] + self._stuck(a, self._used[part])
-                new = Backward(standing, forward, saved, borrowed, *self._above(part, a, z))
-                found[layer] = Backward(*map(max, new, found.get(layer, new)))
+                new = Backward(standing, forward, saved, borrowed, *self._rises(part, a, z))
+                found[layer] = new.or_more(found.get(layer, new))
         return found
 
     def _stuck(self, position: int, used: Collection[int]) -> int:
         """The bytes of other blocks than those used now that cannot leave by then, as somebody else has them."""
         profile = self.profile
-        late = (b for b, loose in enumerate(profile.loose) if profile.saved[b] <= position < loose)
-        return sum(profile.nbytes[b] for b in late if position < profile.dropped[b] and b not in used)
+        there = (b for b in self._late if profile.saved[b] <= position < min(profile.loose[b], profile.dropped[b]))
+        return sum(profile.nbytes[b] for b in there if b not in used)
 
-    def _above(self, part: int, begin: int, end: int) -> tuple[int, int, int, int]:
-        """How far a layer's backward rises above where it begins, in the four ways of a `Backward`."""
-        nbytes, full, levels = self.profile.nbytes, self.profile.full, self.levels
+    def _rises(
+        self, part: int, begin: int, end: int
+    ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
+        """Of a layer's backward, as a `Backward` has them."""
+        nbytes, level = self.profile.nbytes, self.levels[begin]
         uses = {self.profile.used[b]: nbytes[b] for b in self._used[part]}
-        ends: dict[int, int] = {}
-        for dropped, size in zip(self.profile.dropped, nbytes, strict=True):
-            if begin <= dropped < end:
-                ends[dropped] = ends.get(dropped, 0) + size
-        above = twice = above_all = twice_all = gone = 0
+        rises, twice = {(0, 0)}, {(0, 0)}
+        gone = 0
         for k in range(begin, end):
             if k in uses:
-                twice = max(twice, levels[k] + uses[k] - levels[begin])
-                twice_all = max(twice_all, levels[k] + uses[k] + gone - levels[begin])
-            gone += ends.get(k, 0)
-            above = max(above, full[k] - levels[begin])
-            above_all = max(above_all, full[k] + gone - levels[begin])
-        return above, twice, above_all, twice_all
+                twice.add((self.levels[k] + uses[k] - level, gone))
+            gone += self._ends[k]
+            rises.add((self.profile.full[k] - level, gone))
+        return frozenset(rises), frozenset(twice)
 
     def part_of(self, position: int) -> int:
         return bisect_right(self.cuts, position, hi=len(self.cuts) - 1) - 1
@@ -150,6 +149,20 @@ class RecordedStep:
     def _begins(self) -> list[int]:
         begin = ("forward", "backward")
         return [k for k, name in enumerate(self.names) if name[0] in begin and name[3] == 0]
+
+    @cached_property
+    def _late(self) -> list[int]:
+        """The blocks that somebody else still has when the first backward begins."""
+        first = next((k for k, name in enumerate(self.names) if name[0] == "backward"), len(self.names))
+        return [b for b, loose in enumerate(self.profile.loose) if loose > first]
+
+    @cached_property
+    def _ends(self) -> Counter[int]:
+        """The bytes of the blocks that end at each position."""
+        ends: Counter[int] = Counter()
+        for dropped, nbytes in zip(self.profile.dropped, self.profile.nbytes, strict=True):
+            ends[dropped] += nbytes
+        return ends
 
     @cached_property
     def _used(self) -> list[list[int]]:

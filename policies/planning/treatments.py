@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import inf
 
 from ..base import How, LayerBegin, LayerEnd, Recomputed
 from .choosing import choose
@@ -279,11 +280,11 @@ class _Course:
         if how == "full":
             return backward.coming(inputs, held, trial=trial)
         alike = [n for n, each in self.backwards.items() if each.saved == backward.saved]
-        kept = [self.kept[n] - backward.saved for n in alike if n in self.kept]
+        kept = [max(0, self.kept[n] - backward.saved - self.held.get(n, 0)) for n in alike if n in self.kept]
         known = [self.results[n] for n in alike if n in self.results]
-        beside = max(0, *kept) if kept else max((unsaved for _, unsaved in known), default=backward.saved)
-        results = max((results for results, _ in known), default=None)
-        return backward.coming(inputs, held, trial=trial, beside=beside, results=results)
+        beside = min(max(each, default=backward.saved) for each in (kept, [unsaved for _, unsaved in known]))
+        stays = max((results - unsaved for results, unsaved in known), default=inf)
+        return backward.coming(inputs, held, trial=trial, beside=beside, stays=stays)
 
     def look_at(self, step: StepUnderWay, trials: Collection[int]) -> None:
         """Learns from a step what the layers keep that have their trials in it."""
