@@ -39,7 +39,7 @@ from tiered_mem import TieringManager
 from .gpt_step import GptStep, add_options
 
 MIB = 1 << 20
-SETTLED = 10  # steps after which policy="auto" has its plan and goes by it
+SETTLED = 15  # steps after which policy="auto" has its plan and goes by it
 
 
 def main() -> int:
