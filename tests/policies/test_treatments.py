@@ -11,7 +11,7 @@ from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.steps import INPUT, Step, budget_between
 from tests.policies.simulated.treated import Model, decoder
 from tiered_mem.policies import LayerBegin, PlannedPolicy
-from tiered_mem.policies.base import How
+from tiered_mem.policies.base import ExactMemory, How
 from tiered_mem.policies.planning import Link
 
 LINK = Link(10e9, 10e9, 1.0, 5e-6)
@@ -88,6 +88,16 @@ def test_what_cheap_keeps_is_known_from_trials_of_full_where_it_finds_no_room_by
     assert ways[:2] == [{"full"}, {"cheap"}]
     assert "cheap" in training.treated[-1].values()
     assert max(outcome.peak for outcome in outcomes) <= training.budget
+
+
+def test_a_choice_in_which_all_layers_are_treated_as_in_a_recorded_step_is_not_recorded_again() -> None:
+    training = Training(Model(decoder(5).layers, 0), 0.14)
+    training.settled()
+    for _ in range(SETTLED):
+        training.step()
+    assert set(training.treated[-1].values()) == {"cheap"}
+    assert len(training.treated[-1]) == 5
+    assert ExactMemory not in training.machine.policy.asks
 
 
 def test_where_no_layer_can_be_computed_again_all_is_as_before() -> None:
