@@ -48,8 +48,7 @@ class Treatments:
         self._courses: dict[int, _Course] = {}
         self._course: _Course | None = None
         self._last: _Course | None = None  # of the last step that has ended
-        self._called: dict[int, int] = {}  # the bytes that layers are called with
-        self._unsaved: dict[int, int] = {}  # and of these what nobody saves
+        self._inputs: int | None = None
         self._asked: set[int] = set()
         self._treated: set[int] = set()
         self._trials: set[int] = set()
@@ -74,7 +73,7 @@ class Treatments:
 
     def begin(self) -> None:
         """A step begins."""
-        self.choice, self._course, self._called, self._unsaved = {}, None, {}, {}
+        self.choice, self._course, self._inputs = {}, None, None
         for each in (self._asked, self._treated, self._trials):
             each.clear()
 
@@ -85,12 +84,14 @@ class Treatments:
 
     def layer(self, event: LayerBegin, step: StepUnderWay) -> How | None:
         """The forward of a layer begins. How it is to be computed again, if it is."""
-        if self._course is not None:
-            if not self._called:
-                self.choice = self._choice_for(self._course, event.inputs)
-                if self._course.plain is not None and self._course.trying is not None:
-                    step.like = self._repertoire.table(self._course.plain, Variant(1.0, self._course.more))
-            self._called[event.layer] = max(event.inputs, self._called.get(event.layer, 0))
+        course = self._course
+        if course is not None:
+            if self._inputs is None:
+                self._inputs = event.inputs
+                self.choice = self._choice_for(course, event.inputs)
+                if course.plain is not None and course.trying is not None:
+                    step.like = self._repertoire.table(course.plain, Variant(1.0, course.more))
+            course.called[event.layer] = max(event.inputs, course.called.get(event.layer, 0))
         how = self.choice.get(event.layer)
         if how is not None:
             self._asked.add(event.layer)
@@ -98,7 +99,8 @@ class Treatments:
 
     def layer_ended(self, event: LayerEnd) -> None:
         """The forward of a layer has ended."""
-        self._unsaved[event.layer] = max(event.unsaved_inputs, self._unsaved.get(event.layer, 0))
+        if (course := self._course) is not None:
+            course.held[event.layer] = max(event.unsaved_inputs, course.held.get(event.layer, 0))
 
     def heard(self, event: Recomputed, step: StepUnderWay) -> None:
         """A layer is treated as it was to be, or has a trial of that."""
@@ -135,19 +137,18 @@ class Treatments:
     def learnt(self, known: Known | None) -> None:
         """A step that was begun as this one was has been recorded. None if no plan for it keeps the budget."""
         course = self._course
-        if course is None or not self._called:
+        if course is None or self._inputs is None:
             return
-        inputs = next(iter(self._called.values()))
         if known is None:
             if course.trying is not None and self.choice:
                 self._next(course)
         elif not known.choice:
-            if course.plain is None or course.inputs != inputs:
+            if course.plain is None or course.inputs != self._inputs:
                 course.forget()
-                course.plain, course.called, course.held = known, {**self._called}, {**self._unsaved}
+                course.plain, course.inputs = known, self._inputs
                 course.backwards = _recorded(known, Variant()).backwards()
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
-            course.ways[course.trying] = known, course.inputs / max(1, inputs)
+            course.ways[course.trying] = known, course.inputs / max(1, self._inputs)
             self._next(course)
         elif known.choice == course.choice:
             course.stitched = False
@@ -231,8 +232,9 @@ class _Course:
     """What is known of the steps that begin with a forward of so many layers.
 
     plain: one that keeps all. more: the bytes that are taken before it by now, and were not when it was recorded.
-    called: the bytes that its layers are called with, in the order of their beginnings. held: of these what is kept
-    only where a layer is computed again, as it does not save it.
+    inputs: the bytes that its first layer is called with.
+    called: those that each layer was called with, at most. held: of these what is kept only where the layer is
+    computed again, as it does not save it.
     backwards: of its layers. layers: for each way those that can be tried in it. ways: the steps in which all
     of these are treated so, and how much longer the plain one is.
     kept: of each layer that had a trial in the way that is tried now, the bytes of the blocks that it had then.
@@ -245,6 +247,7 @@ class _Course:
 
     plain: Known | None = None
     more: int = 0
+    inputs: int = 0
     called: dict[int, int] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
     backwards: dict[int, Backward] = field(default_factory=dict)
@@ -260,11 +263,6 @@ class _Course:
     stitched: bool = False
     basis: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     number: int = -_PATIENCE
-
-    @property
-    def inputs(self) -> int:
-        """The bytes that its first layer is called with, by which steps are as long as others or not."""
-        return next(iter(self.called.values()), 0)
 
     def all(self, how: How) -> Choice:
         return dict.fromkeys(self.layers[how], how)
