@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planned.__main__ import best_other, bounds, misses, others
+from benchmarks.planned.__main__ import best_other, bounds, misses, not_near, others
 
 pytestmark = pytest.mark.once(why="it needs no device")
 
@@ -20,6 +20,7 @@ def found(repeatable: bool = True, **changed: Any) -> dict[str, Any]:
     row = {
         "share": 0.5,
         "budget": 100,
+        "least": 1.24,
         "bound": 1.2,
         "foreseeable": 1.2,
         "auto": taken(1.25, 100),
@@ -43,6 +44,7 @@ def found(repeatable: bool = True, **changed: Any) -> dict[str, Any]:
         ({"selective": (1.2, 99, "last 4")}, "at 50% auto takes 1.042 of selective last 4"),
         ({"inputs_moved": (1.2, 99, "k=8, in flight 1")}, "at 50% auto takes 1.042 of inputs k=8, in flight 1"),
         ({"smart_swap": (1.0, 100)}, "at 50% auto takes 1.250 of SmartSwap"),
+        ({"least": 1.125}, "at 50% auto takes 1.111 of the least"),
         ({"foreseeable": 1.0}, "at 50% auto takes 1.2500 of the plain step, where all can hide"),
         ({"auto": None, "error": "5 GiB are too little. More"}, "at 50% there is no plan: 5 GiB are too little"),
     ],
@@ -56,10 +58,16 @@ def test_nothing_misses_where_auto_is_as_fast_as_the_best() -> None:
     assert list(misses(found(auto=(1.2525, 100)))) == []  # within what rounding may do
 
 
+def test_that_auto_is_far_from_the_least_too_often_is_a_miss() -> None:
+    near, far = found(), found(least=1.2)
+    assert not_near([near] * 9 + [far]) == []
+    assert not_near([near] * 8 + [far] * 2) == ["auto takes more than 1.03 of the least in 2 of 10 cells"]
+
+
 def test_other_numbers_do_not_count() -> None:
     cell = found(repeatable=False)
     assert best_other(cell, cell["rows"][0]) == "layer_order"
-    assert list(misses(found(repeatable=False, auto=(1.8, 100)))) == []
+    assert list(misses(found(repeatable=False, auto=(1.8, 100), least=1.8))) == []
 
 
 def test_the_tables_have_a_row_for_each_cell() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
 
 from ..device.device import Device, DevicePeak
-from ..device.torch_private import call_after_backward, current_backward, storage_id
+from ..device.torch_private import call_after_backward, current_backward
 from ..device.transfer import TransferEngine
 from ..errors import Closed
 from ..ground.interrupts import uninterrupted
@@ -173,11 +173,14 @@ class Activations:
         with self._turn:
             return any(self._blocks.find(key) is not None for key in keys)
 
-    def saved_of(self, storages: Iterable[torch.UntypedStorage]) -> int:
-        """The bytes of those of the storages that blocks have, as a whole and on the device."""
-        with self._turn:
-            spans = [(storage_id(each), 0, each.nbytes()) for each in storages]
-            return sum(span[2] for span in spans if span in self._blocks.by_span)
+    def saved_of(self, storages: Mapping[int, Callable[[], torch.UntypedStorage | None]]) -> int:
+        """The bytes of those of the storages, by their ids, that blocks have as a whole and on the device."""
+        saved, spans = 0, self._blocks.by_span
+        for number, reference in storages.items():
+            storage = reference()
+            if storage is not None and (number, 0, nbytes := storage.nbytes()) in spans:
+                saved += nbytes
+        return saved
 
     @uninterrupted
     def offloaded_bytes(self, keys: Iterable[int]) -> int:

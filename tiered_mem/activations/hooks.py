@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -169,8 +169,7 @@ class ForwardPass:
 
     def end_layer(self, layer: int) -> None:
         self._layer = None
-        inputs = [storage for reference in self._inputs.values() if (storage := reference()) is not None]
-        unsaved = max(0, self._called_with - self._activations.saved_of(inputs))
+        unsaved = max(0, self._called_with - self._activations.saved_of(self._inputs))
         self._activations.notify(LayerEnd(self.graph, layer, unsaved))
         small, self._small_before = self._small.nbytes - self._small_before, self._small.nbytes
         if self._movable.adapt(small, self._expected, max(0, self._expected - layer - 1)):
@@ -309,7 +308,7 @@ class Keeper(Protocol):
 
     def any_alive(self, keys: Iterable[int]) -> bool: ...
 
-    def saved_of(self, storages: Iterable[torch.UntypedStorage]) -> int: ...
+    def saved_of(self, storages: Mapping[int, Callable[[], torch.UntypedStorage | None]]) -> int: ...
 
     def count_stayed(self, keys: Iterable[int], stayed: Stayed) -> int: ...
 
