@@ -146,9 +146,9 @@ def bounds(found: list[dict[str, Any]]) -> Table:
     )
     for column in ("model", "link"):
         result.add_column(column, no_wrap=True)
-    for column in ("plain ms", "budget", "GiB", "moving", "fore-\nseeable", "least", "auto", "over\nleast", "peak"):
+    below = ("moving", "fore-\nseeable", "least")
+    for column in ("plain ms", "budget", "GiB", *below, "auto", "over\nleast", "peak", "first"):
         result.add_column(column, justify="right", no_wrap=True)
-    result.add_column("first", justify="right", no_wrap=True)
     for each in found:
         plain = each["plain"]["seconds"]
         for row in each["rows"]:

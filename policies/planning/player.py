@@ -255,7 +255,7 @@ class Player:
         if others is not None:
             actions += self._guard(max(others, step.table.beside(*step.planned)), event, shadow)
         if step.returning:
-            actions += self._bring_back(step, step.table, others or 0, shadow)
+            actions += self._bring_back(step, step.table, step.planned, others or 0, shadow)
         return actions
 
     def _expected(self, event: Event, name: Name | None, others: int) -> int:
@@ -270,8 +270,13 @@ class Player:
         # What comes next is not known, and may be twice as much as any that came before.
         return max(others + 2 * step.rise, self._coming)
 
-    def _bring_back(self, step: StepUnderWay, table: Table, others: int, shadow: Shadow) -> list[Action]:
-        """Reloads what is due, as far as there is room for it; the rest waits for a later event."""
+    def _bring_back(
+        self, step: StepUnderWay, table: Table, planned: tuple[Name, int], others: int, shadow: Shadow
+    ) -> list[Action]:
+        """Reloads what is due, as far as there is room for it; the rest waits for a later event.
+
+        planned: the step's last event that the plan has, and the bytes beside blocks then. others: those now.
+        """
         names = step.names
         actions: list[Action] = []
         while step.returning:
@@ -279,8 +284,7 @@ class Player:
             block = names.block(key)
             if shadow.place(key) in (Place.HOST, Place.DISK):
                 own = shadow.own + self.places.by_key[key].nbytes
-                until = own if step.planned is None else table.needed(*step.planned, block, own)
-                spare = self.room - max(own + others, until)
+                spare = self.room - max(own + others, table.needed(*planned, block, own))
                 step.spare = min(step.spare, spare)
                 if spare < 0:
                     break

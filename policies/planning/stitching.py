@@ -18,6 +18,8 @@ from .recording import Name
 Way = How | None
 # Of each layer that does not keep all, by its number in its forward.
 Choice = Mapping[int, How]
+# Of events, how far memory rises above where it began, and the bytes of blocks that are gone by then.
+Rises = frozenset[tuple[int, int]]
 
 
 class Backward(NamedTuple):
@@ -33,8 +35,8 @@ class Backward(NamedTuple):
     forward: int
     saved: int
     borrowed: int
-    rises: frozenset[tuple[int, int]]
-    twice: frozenset[tuple[int, int]]
+    rises: Rises
+    twice: Rises
 
     def or_more(self, other: Backward) -> Backward:
         """What there is at most, of two backwards."""
@@ -127,9 +129,7 @@ class RecordedStep:
         there = (b for b in self._late if profile.saved[b] <= position < min(profile.loose[b], profile.dropped[b]))
         return sum(profile.nbytes[b] for b in there if b not in used)
 
-    def _rises(
-        self, part: int, begin: int, end: int
-    ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
+    def _rises(self, part: int, begin: int, end: int) -> tuple[Rises, Rises]:
         """Of a layer's backward, as a `Backward` has them."""
         nbytes, level = self.profile.nbytes, self.levels[begin]
         uses = {self.profile.used[b]: nbytes[b] for b in self._used[part]}
@@ -167,17 +167,18 @@ class RecordedStep:
     @cached_property
     def _used(self) -> list[list[int]]:
         """The blocks that each part is the first to use."""
-        found: list[list[int]] = [[] for _ in self.layers]
-        for b, used in enumerate(self.profile.used):
-            found[self.part_of(used)].append(b)
-        return found
+        return self._by_part(self.profile.used)
 
     @cached_property
     def saved(self) -> list[list[int]]:
         """The blocks that each part saves, in their order."""
+        return self._by_part(self.profile.saved)
+
+    def _by_part(self, positions: Sequence[int]) -> list[list[int]]:
+        """The blocks of each part, in their order. positions: of each block one."""
         found: list[list[int]] = [[] for _ in self.layers]
-        for b, saved in enumerate(self.profile.saved):
-            found[self.part_of(saved)].append(b)
+        for b, position in enumerate(positions):
+            found[self.part_of(position)].append(b)
         return found
 
     @cached_property

@@ -56,6 +56,34 @@ class Listening(LayerOrderPolicy):
         return () if isinstance(event, (Used, StepBegin, StepEnd, *BESIDE)) else super().decide(event)
 
 
+class Recomputing(Listening):
+    """Has each layer computed again as well."""
+
+    def decide(self, event: Event) -> Sequence[Advice]:
+        answer = super().decide(event)
+        again = isinstance(event, LayerBegin) and not event.backward
+        return [*answer, Recompute(event.layer, "full")] if again else answer
+
+
+class Passing(torch.nn.Module):
+    """Its forward takes 8 MiB for a moment, after all that it saves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch.empty(8 << 20, dtype=torch.uint8, device=x.device)
+        return y
+
+
+def steps_of_passing(policy: Listening, device: str) -> None:
+    """Three of them."""
+    x = torch.ones(64, device=device, requires_grad=True)
+    with TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager:
+        for _ in range(3):
+            with manager.offload_context([layer := Passing()]):
+                y = layer(x)
+            y.sum().backward()
+
+
 def told_in(policy: Listening, device: str, steps: int = 3, **arguments: object) -> list[Event]:
     model, x = stack(3, device)
     with (
@@ -197,18 +225,8 @@ def test_torch_keeps_its_peak_in_steps_that_are_not_recorded(device: str, device
 def test_exact_memory_sees_what_came_and_went(device: str, device_module: ModuleType) -> None:
     """A layer's forward takes 8 MiB for a moment, in each of three steps."""
 
-    class Passing(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch.empty(8 << 20, dtype=torch.uint8, device=device)
-            return x * 2
-
     policy = Listening(0, {ExactMemory})
-    x = torch.ones(64, device=device, requires_grad=True)
-    with TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager:
-        for _ in range(3):
-            with manager.offload_context([layer := Passing()]):
-                y = layer(x)
-            y.sum().backward()
+    steps_of_passing(policy, device)
     rises = [event.peak - event.device for event in policy.told if type(event) is ExactMemory]
     assert len([rise for rise in rises if 8 << 20 <= rise < 9 << 20]) == 3
     assert {type(event) for event in policy.told if isinstance(event, Memory)} == {Memory, ExactMemory}
@@ -217,25 +235,8 @@ def test_exact_memory_sees_what_came_and_went(device: str, device_module: Module
 def test_exact_memory_sees_what_came_before_word_of_a_layer_that_is_computed_again(device: str) -> None:
     """At which nothing is told of memory."""
 
-    class Passing(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x.sin()
-            torch.empty(8 << 20, dtype=torch.uint8, device=device)
-            return y
-
-    class Recomputing(Listening):
-        def decide(self, event: Event) -> Sequence[Advice]:
-            answer = super().decide(event)
-            again = isinstance(event, LayerBegin) and not event.backward
-            return [*answer, Recompute(event.layer, "full")] if again else answer
-
     policy = Recomputing(0, {ExactMemory, Recomputed})
-    x = torch.ones(64, device=device, requires_grad=True)
-    with TieringManager(policy=policy, device=device, host_bytes="16MiB") as manager:
-        for _ in range(3):
-            with manager.offload_context([layer := Passing()]):
-                y = layer(x)
-            y.sum().backward()
+    steps_of_passing(policy, device)
     before = [policy.told[k - 2 : k] for k, event in enumerate(policy.told) if isinstance(event, LayerEnd)]
     assert [type(told) for told, _ in before] == [Recomputed] * 3
     memory = [told for _, told in before]
@@ -248,12 +249,6 @@ def test_a_trial_as_full_tells_what_cheap_would_keep_beside_what_the_layer_saves
     class Products(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sin(torch.tanh(x @ x) @ x) @ x
-
-    class Recomputing(Listening):
-        def decide(self, event: Event) -> Sequence[Advice]:
-            answer = super().decide(event)
-            again = isinstance(event, LayerBegin) and not event.backward
-            return [*answer, Recompute(event.layer, "full")] if again else answer
 
     policy = Recomputing(0, {Recomputed})
     x = torch.ones(64, 64, device=device, requires_grad=True)
