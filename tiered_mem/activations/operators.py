@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,10 +28,8 @@ class Watch(DispatchMode):
     """Keeps the results of all dear operators in a layer, and looks for what must not be computed again.
 
     save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
-    saves: how many tensors autograd has saved so far. why: the reason to exclude the layer, if there is one.
-    disturbs: the reason where it has come to other bits because it was watched. unwritten: results that hold what
-    was in memory, and that nobody reads. returned: of those that are not kept here, the memory, the bytes,
-    and how many tensors were saved before.
+    why: the reason to exclude the layer, if there is one. disturbs: the reason where it has come to other bits
+    because it was watched. unwritten: results that hold what was in memory, and that nobody reads.
     """
 
     def __init__(self, save: Save | None, checkpoint: Callable[[], bool]) -> None:
@@ -40,11 +38,13 @@ class Watch(DispatchMode):
         self._checkpoint = checkpoint
         self._of: list[Seen] = []
         self.kept: dict[int, Result] = {}
-        self.saves = 0
+        self._saves = 0  # how many tensors autograd has saved so far
+        self._saved: set[int] = set()  # their storages, by their ids
         self.why: str | None = None
         self.disturbs: str | None = None
         self.unwritten: list[torch.Tensor] = []
-        self.returned: list[tuple[Callable[[], torch.UntypedStorage | None], int, int]] = []
+        # Of results that are not kept: the memory, the bytes, and how many tensors were saved before.
+        self._returned: list[tuple[Callable[[], torch.UntypedStorage | None], int, int]] = []
 
     def __enter__(self) -> Any:
         self._autocast, self._deep = _autocast_is_on(), _depth_of_autocast()
@@ -71,24 +71,31 @@ class Watch(DispatchMode):
             self.unwritten += _numbers_of_a_draw(tensors)
         if self._save is None:
             if not drew:
-                self.returned += [(_memory_of(each), each.nbytes, self.saves) for each in tensors]
+                self._returned += [(_memory_of(each), each.nbytes, self._saves) for each in tensors]
             return result
         versions = [(each.detach(), each._version) for each in tensors]
         self.kept[len(self._of)] = Result.of(func, result, self._save)
-        self._of.append(Seen(Operation.of(func, args, named), self.saves, drew, versions))
+        self._of.append(Seen(Operation.of(func, args, named), self._saves, drew, versions))
         return result
 
-    def would_keep(self, saved: Collection[int], saves: int) -> tuple[int, int]:
-        """The bytes of what was returned that `worth_keeping` would name, and those in none of these storages.
+    def note_save(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor."""
+        self._saves += 1
+        if (storage := _memory_of(tensor)()) is not None:
+            self._saved.add(storage_id(storage))
+
+    def would_keep(self) -> tuple[int, int]:
+        """The bytes of what was returned that `worth_keeping` would name, and those that autograd has not saved.
 
         Memory that is gone by now counts with these: so they are the most that they can be. Asked once, at the end.
         """
-        returned, self.returned = self.returned, []
-        there = [(ref(), nbytes) for ref, nbytes, before in returned if before < saves]
+        returned, self._returned = self._returned, []
+        there = [(ref(), nbytes) for ref, nbytes, before in returned if before < self._saves]
+        saved, self._saved = self._saved, set()
         unsaved = sum([nbytes for storage, nbytes in there if storage is None or storage_id(storage) not in saved])
         return sum([nbytes for _, nbytes in there]), unsaved
 
-    def worth_keeping(self, saves: int) -> dict[int, Operation]:
+    def worth_keeping(self) -> dict[int, Operation]:
         """The results, by their numbers, that are needed to compute again, and can be kept. Asked once, at the end.
 
         Not what is the last thing that the layer computes, nor what it changes afterwards. Nor what draws random
@@ -98,7 +105,7 @@ class Watch(DispatchMode):
         return {
             number: each.operation
             for number, each in enumerate(seen)
-            if each.saves < saves
+            if each.saves < self._saves
             and not each.drew
             and all(tensor._version == version for tensor, version in each.versions)
         }

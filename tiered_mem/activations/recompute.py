@@ -23,7 +23,6 @@ from ..device.torch_private import (
     CheckpointError,
     checkpoint_halves,
     innermost_transform,
-    storage_id,
     top_saving_hooks,
     tree_flatten,
     tree_leaves,
@@ -35,7 +34,6 @@ from ..ground.wrappers import plain_tensors
 from ..policies.base import How
 from .call import Call, Kind, contents, holds_more, host_random, parts_of
 from .hooks import ForwardPass, Saved, is_checkpoint, saving_hook
-from .movable import has_storage
 from .operators import (
     CHECKPOINT_INSIDE,
     WITHOUT_CHECKPOINT,
@@ -202,8 +200,6 @@ class TrialCall(RecomputedCall):
         self._exact = exact
         self._watch = Watch(None if how == "full" else forward.pack, is_checkpoint)
         self._look: Look | None = Look(call, self._watch)
-        self._saves = 0
-        self._saved: set[int] = set()  # the storages of these, by their ids
         self._left = 0
         self._compared = False
         self.running = True
@@ -214,9 +210,8 @@ class TrialCall(RecomputedCall):
         super().end(output)
         self.running = False
         watch, verdict = self._watch, self._verdict
-        self.results = watch.would_keep(self._saved, self._saves)
-        self._saved.clear()
-        verdict.wanted = watch.worth_keeping(self._saves)
+        self.results = watch.would_keep()
+        verdict.wanted = watch.worth_keeping()
         for number in watch.kept.keys() - verdict.wanted:
             del watch.kept[number]
         look, self._look = self._look, None
@@ -239,10 +234,7 @@ class TrialCall(RecomputedCall):
 
     @uninterrupted
     def _pack(self, drop: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Twice:
-        self._saves += 1
-        self._watch.saves = self._saves
-        if type(tensor) is torch.Tensor and has_storage(tensor):
-            self._saved.add(storage_id(tensor.untyped_storage()))
+        self._watch.note_save(tensor)
         self._left += 1
         unwritten = any(tensor is each or tensor.data_ptr() == each.data_ptr() for each in self._watch.unwritten)
         return Twice(self, drop(tensor), self._forward.pack(tensor), exact=self._exact and not unwritten)
