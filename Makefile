@@ -5,6 +5,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest --numprocesses=2 --dist=loadfile
 RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
+# Images of containers set it. Then each of hundreds of processes would compile torch's sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## prints these lines
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 24

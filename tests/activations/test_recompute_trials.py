@@ -673,6 +673,7 @@ with TieringManager(policy=LayerOrderPolicy(recompute="full"), device="cpu", hos
 
 
 @pytest.mark.once(why="it has a process of its own, without a device")
+@pytest.mark.slow(why="a process imports torch")
 def test_what_the_checkpoint_imports_keeps_no_frame(tmp_path: Path) -> None:
     found = run("-c", FIRST_FORWARD, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (found.stdout, found.returncode) == ("None\n", 0), found.stderr

@@ -61,7 +61,7 @@ ORDER = [
 # The size of the house. A limit is raised by whoever adds a feature that users asked for, in the commit that adds
 # it and by what it takes, and never to make room for a wall. What gets smaller lowers it.
 FILES = 116
-CODE_LINES = 17_155  # without blank lines, comments and docstrings
+CODE_LINES = 17_185  # without blank lines, comments and docstrings
 LONGEST = 500  # lines of a file, with all that is in it; where one is near to that, look for a second idea in it
 FLOORS = 15  # the longest chain of imports, from a file that imports none of the others
 

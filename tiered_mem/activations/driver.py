@@ -168,6 +168,13 @@ class Activations:
         finally:
             self._turn.give()
 
+    @uninterrupted
+    def settle(self, storages: Collection[int]) -> None:
+        """Work that is issued now on the current stream may change what is in these storages, by their ids."""
+        if not self._turn.mine:  # then it is the manager's own
+            with self._turn:
+                self._store.settle(storages)
+
     def any_alive(self, keys: Iterable[int]) -> bool:
         """Whether any of the blocks is still needed."""
         with self._turn:

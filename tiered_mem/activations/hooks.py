@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -75,7 +75,7 @@ class ForwardPass:
     claims_strays: what is saved outside of all layers is that of the next layer to begin, and not only where it is
         one of its inputs.
     open_ended: nobody may come to say that it has ended. Then it ends where its backward begins.
-    recompute: how the policy wants the layer that began last computed again.
+    recompute: how the policy wants the layer that began last computed again. settle: see Activations.
     ended: `end` was called. elsewhere: nothing that its layers saved has come here.
     """
 
@@ -88,7 +88,7 @@ class ForwardPass:
         claims_strays: bool = False,
         open_ended: bool = False,
     ) -> None:
-        self._activations = activations
+        self._activations, self.settle = activations, activations.settle
         self._claims_strays = claims_strays
         self._open_ended = open_ended
         self._movable = movable
@@ -305,6 +305,8 @@ class Keeper(Protocol):
     def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]: ...
 
     def load(self, block: Block, view: View) -> torch.Tensor: ...
+
+    def settle(self, storages: Collection[int]) -> None: ...
 
     def any_alive(self, keys: Iterable[int]) -> bool: ...
 

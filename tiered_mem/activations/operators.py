@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from ..device.torch_private import (
     TRILINEAR,
     DispatchMode,
+    changes_arguments,
     deeper_autocast,
     less_deep_autocast,
     storage_id,
@@ -28,14 +29,21 @@ class Watch(DispatchMode):
     """Keeps the results of all dear operators in a layer, and looks for what must not be computed again.
 
     save: None keeps nothing. checkpoint: whether what is saved now goes to a checkpoint inside of the layer.
+    settle: called with storages, by their ids, that may be about to change. A copy may read the layer's inputs.
     why: the reason to exclude the layer, if there is one. disturbs: the reason where it has come to other bits
     because it was watched. unwritten: results that hold what was in memory, and that nobody reads.
     """
 
-    def __init__(self, save: Save | None, checkpoint: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        save: Save | None,
+        checkpoint: Callable[[], bool],
+        settle: Callable[[Collection[int]], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._save = save
         self._checkpoint = checkpoint
+        self._settle = settle
         self._of: list[Seen] = []
         self.kept: dict[int, Result] = {}
         self._saves = 0  # how many tensors autograd has saved so far
@@ -60,6 +68,9 @@ class Watch(DispatchMode):
             self.why = CHECKPOINT_INSIDE
         if func is TRILINEAR and (self._autocast or _depth_of_autocast() > self._deep):
             self.disturbs = f"autocast casts inside of {TRILINEAR}, but not while it is watched"
+        if changes_arguments(func):
+            tensors = tensors_among(tree_leaves((args, named)))
+            self._settle({storage_id(each.untyped_storage()) for each in tensors if has_storage(each)})
         if not is_dear(func):
             return func(*args, **named)
         devices = {each.device for each in tensors_among(tree_leaves((args, named)))}

@@ -177,7 +177,7 @@ class TrustedCall(RecomputedCall):
         hooks = saved_tensors_hooks(drop, functools.partial(self._unpack, compute))
         if self._known:
             return [hooks]
-        watch = Watch(None, lambda: is_checkpoint() and saving_hook() is not drop)
+        watch = Watch(None, lambda: is_checkpoint() and saving_hook() is not drop, self._forward.settle)
         self._look = Look(self._call, watch)
         return [hooks] if self._call.compiled else [hooks, watch]
 
@@ -198,7 +198,7 @@ class TrialCall(RecomputedCall):
 
     def __init__(self, forward: ForwardPass, call: Call, verdict: Verdict, how: How, *, exact: bool) -> None:
         self._exact = exact
-        self._watch = Watch(None if how == "full" else forward.pack, is_checkpoint)
+        self._watch = Watch(None if how == "full" else forward.pack, is_checkpoint, forward.settle)
         self._look: Look | None = Look(call, self._watch)
         self._left = 0
         self._compared = False

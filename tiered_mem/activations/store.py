@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 from operator import attrgetter
 from typing import Any, get_args
@@ -136,6 +136,15 @@ class BlockStore:
             self.blocks.resident -= block.nbytes
             released.count += 1
             released.nbytes += block.nbytes
+
+    def settle(self, storages: Collection[int]) -> None:
+        """Has the current stream wait for copies to the host that read from these storages, by their ids."""
+        stream = self._current_stream()
+        for block in self.blocks.by_key.values():
+            if block.span[0] in storages:
+                copy = block.ticket if block.place is Place.LEAVING else block.unwanted
+                if copy is not None:
+                    copy.hold(stream)
 
     def reload_early(self, blocks: Sequence[Block]) -> None:
         """As reload, on a policy's advice: where the device is full now, backward will ask again when it must."""

@@ -47,6 +47,10 @@ call_after_backward: Callable[[Callable[[], None]], None] = _found(
 # It is made of products that autocast would have of bfloat16, and no dispatch mode lets autocast see them.
 TRILINEAR: Any = _found("ops.aten._trilinear").default
 
+# Whether an operator changes what it is called with.
+_found("ops.aten.add_.Tensor._schema.is_mutable")
+changes_arguments: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+
 # The hooks for saved tensors of this thread.
 top_saving_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _found(
     "_C._autograd._top_saved_tensors_default_hooks"

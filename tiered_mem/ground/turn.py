@@ -42,6 +42,11 @@ class Turn(Generic[_Block]):
     def __exit__(self, *error: object) -> None:
         self.give()
 
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._owner == get_ident()
+
     def take(self) -> None:
         """Takes the turn until `give`. Raises Reentered."""
         me = get_ident()
