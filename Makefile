@@ -3,7 +3,8 @@ PYTHON ?= python3
 DEVICE ?= cuda
 VENV := .venv
 RUN := $(VENV)/bin/python
-PYTEST := $(RUN) -m pytest --numprocesses=2 --dist=loadfile
+# More than there are cores: many tests wait for a link of a rate that they set.
+PYTEST := $(RUN) -m pytest --numprocesses=3 --dist=loadfile
 RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 # Images of containers set it. Then each of hundreds of processes would compile torch's sources anew.
 unexport PYTHONDONTWRITEBYTECODE
