@@ -34,8 +34,8 @@ class LayerPolicy(Policy, ABC, Generic[G]):
     """A policy that moves the blocks of a layer together, by a plan that a subclass has for each graph.
 
     A block that several layers or graphs save belongs to the last of them: only then is the device done with it. A
-    graph is dropped when its forward has ended and none of its blocks is left. Under host pressure the blocks that
-    are needed last go to disk first.
+    graph is dropped when its forward has ended and none of its blocks is left: what its backward saves for another
+    one after that stays where it is. Under host pressure the blocks that are needed last go to disk first.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,8 @@ class LayerPolicy(Policy, ABC, Generic[G]):
     def decide(self, event: Event) -> Sequence[Advice]:
         match event:
             case Saved(number, layer, blocks):
-                self._save(self._graphs[number], layer, blocks)
+                if (saving := self._graphs.get(number)) is not None:
+                    self._save(saving, layer, blocks)
             case Dropped(keys):
                 self._drop(keys)
             case LayerBegin(number, layer, backward):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -131,7 +131,7 @@ class Layer(nn.Module):
     def __init__(self, plan: LayerPlan, at: At, inner: Layer | None, tied: nn.Linear, quirk: str | None) -> None:
         super().__init__()
         self._quirk = quirk
-        self._generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(0)
         if quirk == "buffer":
             self.register_buffer("seen", torch.ones(()))
         self._plan, self._at = plan, at
@@ -172,7 +172,7 @@ class Layer(nn.Module):
                 with torch.no_grad():
                     x.mul_(1.125)
             case "generator":
-                return x * torch.rand(x.shape[-1:], generator=self._generator).to(x.device)
+                return x * torch.rand(x.shape[-1:], generator=self.generator).to(x.device)
             case "python":
                 return x * random.random()
             case "numpy":
@@ -197,6 +197,15 @@ def unpacked(result: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(result, dict):
         return result["out"], result["aside"]
     return result if isinstance(result, tuple) else (result, None)
+
+
+class State(NamedTuple):
+    """What the layers of a program have changed by themselves so far."""
+
+    buffers: list[Tensor]
+    generators: list[Tensor]
+    python: tuple[Any, ...]
+    numpy: Any
 
 
 class Program(nn.Module):
@@ -226,6 +235,21 @@ class Program(nn.Module):
         x = torch.randn(self.plan.rows, self.plan.width, generator=generator)
         return x.to(self.device).requires_grad_()
 
+    def state(self) -> State:
+        """What its layers change by themselves: buffers, and where random numbers go on."""
+        generators = [layer.generator.get_state() for layer in self.layers]
+        buffers = [each.clone() for each in self.buffers()]
+        return State(buffers, generators, random.getstate(), numpy.random.get_state())
+
+    def restore(self, state: State) -> None:
+        with torch.no_grad():
+            for buffer, before in zip(self.buffers(), state.buffers, strict=True):
+                buffer.copy_(before)
+        for layer, before in zip(self.layers, state.generators, strict=True):
+            layer.generator.set_state(before)
+        random.setstate(state.python)
+        numpy.random.set_state(state.numpy)
+
     def forward(self, x: Tensor, around: Around, fail_in: int | None = None) -> Tensor:
         """The loss. fail_in: the number of the call that raises Boom."""
         outputs = [x if x.is_floating_point() else self.first(x)]
@@ -251,6 +275,9 @@ class Program(nn.Module):
         if call.checkpoint is not None:
             run = partial(checkpoint, layer, use_reentrant=call.checkpoint)
         skip = None if call.skip is None else outputs[call.skip % len(outputs)]
+        if skip is outputs[-1] and call.checkpoint is not None and self.plan.quirks[call.layer] == "input":
+            # In backward the layer would change both. Once reloaded, they may be memory of their own.
+            skip = skip.clone()
         matrix = self._sparse() if call.matrix else None
         if call.named and not call.checkpoint:  # a reentrant checkpoint takes no named ones
             return run(outputs[-1], skip=skip, matrix=matrix)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.fuzz.program import Boom, Nothing
 from tests.fuzz.world import World
+from tiered_mem import NotRepeatable
 
 
 class Wrong(Exception):
@@ -137,16 +138,21 @@ def failing_backward(world: World) -> None:
 
 
 def failing_recomputation(world: World) -> None:
-    """Layers that fail when a checkpoint computes them again."""
+    """Layers that fail when they are computed again: by a checkpoint of theirs, or because a policy wants it.
+
+    How far that backward comes, and what layers have changed by then, is another matter with a policy.
+    """
     x = world.program.input(0)
     loss = world.forward(x)
+    state = world.program.state()
     layers: Any = world.program.layers
     for layer in layers:
         layer.fails = True
-    with contextlib.suppress(Boom):
+    with contextlib.suppress(Boom, NotRepeatable):
         loss.backward()
     for layer in layers:
         layer.fails = False
+    world.program.restore(state)
     del loss
     world.forget(x)
     world.step(1)

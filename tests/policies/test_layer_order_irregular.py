@@ -188,3 +188,11 @@ def test_dropped_blocks_are_not_named_again(order: list[int], first: int) -> Non
 def test_a_block_that_was_never_told_of_can_be_dropped() -> None:
     policy = LayerOrderPolicy(1)
     assert tell(policy, [dropped(3), ForwardBegin(GRAPH, 1), dropped(4), ForwardEnd(GRAPH)]) == []
+
+
+def test_a_graph_whose_blocks_are_gone_may_save_more() -> None:
+    """Its backward does, with create_graph=True."""
+    policy = LayerOrderPolicy(1)
+    tell(policy, [*forward(GRAPH, 1), dropped(0)])
+    assert tell(policy, [saved(GRAPH, 0, 7), dropped(7)]) == []
+    assert state(policy) == state(LayerOrderPolicy(1))
