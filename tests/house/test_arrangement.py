@@ -13,7 +13,13 @@ pytestmark = pytest.mark.once(why="it needs no device")
 
 ROOT = Path(__file__).parents[2]
 TESTS = (ROOT / "tests", ROOT / "emulator" / "tests")
-TOLD_IN = [ROOT / "Makefile", ROOT / "README.md", ROOT / "emulator" / "README.md", *(ROOT / "docs").glob("*.md")]
+TOLD_IN = [
+    ROOT / "Makefile",
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "emulator" / "README.md",
+    *(ROOT / "docs").glob("*.md"),
+]
 
 
 def test_each_test_file_lies_in_a_folder() -> None:

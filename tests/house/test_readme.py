@@ -1,45 +1,39 @@
-"""README's first program, on a laptop."""
+"""README's first program, as it stands there, on a laptop and on the emulated NPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
+
+from emulator.tests.launch import EMULATOR, run
 
 README = Path(__file__).parents[2] / "README.md"
 
-
-class Model(nn.Module):
-    """Its forward returns something that has a loss, as those of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
-
-    def forward(self, batch: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=self.layers(batch).pow(2).mean())
+pytestmark = [
+    pytest.mark.slow(why="it trains for ten seconds on an idle machine"),
+    pytest.mark.once(why="its processes have a schedule of their own"),
+]
 
 
-def names() -> dict[str, Any]:
-    """What the program finds there."""
-    model = Model()
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "loader": torch.ones(5, 1024, 512)}
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "first.py"
+    file.write_text(README.read_text().split("```python\n")[1].split("```")[0])
+    return file
 
 
-def test_the_first_program_trains_on_the_cpu_as_without_a_manager(caplog: pytest.LogCaptureFixture) -> None:
-    program = README.read_text().split("```python\n")[1].split("```")[0]
-    tiered, plain = names(), names()
-    exec(program.replace("TieringManager(", 'TieringManager(device="cpu", host_bytes="64MiB", '), tiered)
-    for batch in plain["loader"]:
-        plain["model"](batch).loss.backward()
-        plain["optimizer"].step()
-        plain["optimizer"].zero_grad()
-    assert tiered["manager"].stats()["released.bytes.total"] > 0
-    for mine, other in zip(tiered["model"].parameters(), plain["model"].parameters(), strict=True):
-        assert torch.equal(mine, other)
-    assert "without the device_budget" in caplog.text
+def test_it_keeps_its_budget(program: Path, tmp_path: Path) -> None:
+    done = run(*EMULATOR, str(program), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:1].strip())
+    assert report["budget"] == "160.0 MiB"
+    planned, measured = (float(each.split()[-3]) for each in report["peak"].split(",")[:2])
+    assert 0 < max(planned, measured) <= 160
+
+
+def test_a_cpu_trains_all_the_same(program: Path, tmp_path: Path) -> None:
+    done = run(str(program), cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+    assert "no accelerator on this machine" in done.stderr
+    assert "without the device_budget" in done.stderr
