@@ -272,12 +272,10 @@ class Program(nn.Module):
 
     def _call(self, layer: Layer, call: Call, outputs: list[Tensor]) -> Any:
         run: Any = layer
-        if call.checkpoint is not None:
+        # A checkpoint would have a layer change what was saved, in backward and behind autograd's back.
+        if call.checkpoint is not None and self.plan.quirks[call.layer] != "input":
             run = partial(checkpoint, layer, use_reentrant=call.checkpoint)
         skip = None if call.skip is None else outputs[call.skip % len(outputs)]
-        if skip is outputs[-1] and call.checkpoint is not None and self.plan.quirks[call.layer] == "input":
-            # In backward the layer would change both. Once reloaded, they may be memory of their own.
-            skip = skip.clone()
         matrix = self._sparse() if call.matrix else None
         if call.named and not call.checkpoint:  # a reentrant checkpoint takes no named ones
             return run(outputs[-1], skip=skip, matrix=matrix)
