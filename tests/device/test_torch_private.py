@@ -83,7 +83,7 @@ def test_the_file_looks_for_what_others_use() -> None:
 )
 def test_a_torch_that_lacks_one_is_refused(gone: str) -> None:
     holder = gone.removesuffix(".queue_callback")  # which nobody can take out by itself
-    code = f"import torch, torch.fx; del {holder}; import tiered_mem.device.torch_private"
+    code = f"import torch, torch.fx; del {holder}; import tiered_mem; tiered_mem.TieringManager"
     failed = run("-c", code, cwd=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     last = failed.stderr.strip().splitlines()[-1]
     assert re.fullmatch(

@@ -16,10 +16,25 @@ pytestmark = [
 ]
 
 
+# After the program: the same training without a manager has the same weights.
+PLAIN = """
+for batch in batches:
+    model(batch).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert manager.stats()["released.bytes.total"] > 0
+for mine, other in zip(tiered.parameters(), model.parameters(), strict=True):
+    assert torch.equal(mine, other)
+"""
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
+    text = README.read_text().split("```python\n")[1].split("```")[0]
+    head = text.partition("\nwith ")[0]
+    seed = "import torch\ntorch.manual_seed(0)\n"
     file = tmp_path / "first.py"
-    file.write_text(README.read_text().split("```python\n")[1].split("```")[0])
+    file.write_text(f"{seed}{text}\ntiered = model\n{seed}{head}\n{PLAIN}")
     return file
 
 
