@@ -78,7 +78,7 @@ def test_what_cannot_be_removed_is_told(command: Command, tmp_path: Path) -> Non
 def test_programs_are_told_what_went_and_what_stays(command: Command, tmp_path: Path) -> None:
     path = leave_dead(tmp_path)
     dead = {"path": str(path), "run": "dead", "pid": 17, "alive": False, "files": 1, "bytes": 5}
-    about = {"spill_dir": str(tmp_path), "dry_run": False, "removed": [], "left": []}
+    about = {"schema": 1, "spill_dir": str(tmp_path), "dry_run": False, "removed": [], "left": []}
     with nothing_new(tmp_path):
         assert told(command, tmp_path, "--dry-run") == about | {"dry_run": True, "left": [dead]}
     assert told(command, tmp_path) == about | {"removed": [dead]}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.cli.conftest import Command
 from tests.spill.folders import leave_dead
 from tests.spill.without_torch import ROOT
 from tiered_mem.cli import main
+from tiered_mem.versions import versions
 
 
 @pytest.mark.parametrize(
@@ -100,11 +103,19 @@ def test_only_who_writes_is_told_to_make_a_directory(
     assert done.err.count("\n") == 1
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"tiered-mem {tiered_mem.__version__}\n"
+def test_the_versions_are_told(command: Command) -> None:
+    done = command("--version")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.splitlines()[0] == f"tiered-mem {tiered_mem.__version__}"
+    assert f"torch {version('torch')}" in done.out.splitlines()
+    told = json.loads(command("--version", "--json").out)
+    assert told == {"schema": 1, **versions()}
+
+
+def test_json_may_come_before_the_verb(command: Command, tmp_path: Path) -> None:
+    before, after = command("--json", "clean", tmp_path), command("clean", tmp_path, "--json")
+    assert before.out == after.out
+    assert json.loads(before.out)["schema"] == 1
 
 
 @pytest.mark.parametrize("verb", ["probe", "inspect", "clean"])

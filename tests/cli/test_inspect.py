@@ -68,7 +68,7 @@ def test_the_records_of_a_disk_tier_are_listed(command: Command, tmp_path: Path)
         }
         for entries, record in enumerate(written, start=1)
     ]
-    assert looked(command, tmp_path) == {"spill_dir": str(tmp_path), "owners": [], "others": []}
+    assert looked(command, tmp_path) == {"schema": 1, "spill_dir": str(tmp_path), "owners": [], "others": []}
 
 
 def test_tables_show_owners_and_records(command: Command, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ ARGUMENTS = ROOT / "tiered_mem" / "ground" / "arguments.py"
 
 # tiered_mem/ from the bottom up: each file or package may import those of the rows above its own, and the leaves.
 ORDER = [
-    ["sizes"],
+    ["sizes", "versions"],
     ["errors"],
     ["ground"],
     ["spill"],
@@ -60,8 +60,8 @@ ORDER = [
 ]
 # The size of the house. A limit is raised by whoever adds a feature that users asked for, in the commit that adds
 # it and by what it takes, and never to make room for a wall. What gets smaller lowers it.
-FILES = 116
-CODE_LINES = 17_185  # without blank lines, comments and docstrings
+FILES = 117
+CODE_LINES = 17_243  # without blank lines, comments and docstrings
 LONGEST = 500  # lines of a file, with all that is in it; where one is near to that, look for a second idea in it
 # The manager is one class, whose methods pass each call on. Half of its lines say what users may type.
 LONGER = {"tiered_mem/manager.py": 600}
@@ -236,7 +236,7 @@ def test_product_code_imports_its_dependencies_only() -> None:
 
 def test_only_device_names_torch_npu() -> None:
     naming = [str(path.relative_to(ROOT)) for path in PRODUCT if names(tree_of(path), "torch_npu")]
-    assert naming == ["tiered_mem/device/device.py"]
+    assert naming == ["tiered_mem/device/device.py", "tiered_mem/versions.py"]  # which reads its version
 
 
 def test_the_product_does_not_know_of_the_emulator() -> None:

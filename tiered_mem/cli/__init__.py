@@ -8,13 +8,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import NoReturn
 
 from ..errors import TieredMemError
+from ..versions import versions
 from . import clean, inspect, plan, probe
-from .output import check_rich, plain
+from .output import check_rich, plain, write_json
 
 _VERBS = {"probe": probe, "inspect": inspect, "clean": clean, "plan": plan}
 _REFUSED = 2
@@ -30,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options, unknown = _parser().parse_known_args(arguments)
             if unknown:
                 options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            if options.version:
+                _tell_versions(as_json=options.json)
+                return 0
+            if options.run is None:
+                options.parser.error("the following arguments are required: VERB")
             check_rich()
             status: int = options.run(options)
             return status
@@ -48,31 +53,33 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
-class _Version(argparse.Action):
-    """Tells the version that is installed, which is looked for only when somebody asks."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        try:
-            found = version("tiered_mem")
-        except PackageNotFoundError:
-            found = "of a source tree that is not installed"
-        sys.stdout.write(f"tiered-mem {found}\n")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     what = "Looks at what tiered_mem runs on and at its spill files, and plans trainings."
     parser = _Parser(prog="tiered-mem", description=what)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
-    verbs = parser.add_subparsers(title="what to do", required=True, metavar="VERB")
+    parser.add_argument("--version", action="store_true", help="tell the versions of all that it runs on, and exit")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.set_defaults(run=None, parser=parser)
+    verbs = parser.add_subparsers(title="what to do", metavar="VERB")
     for name, verb in _VERBS.items():
         about = verb.__doc__ or ""
         style = argparse.RawDescriptionHelpFormatter
         one = verbs.add_parser(name, help=about.splitlines()[0], description=about, formatter_class=style)
         verb.add_arguments(one)
-        one.add_argument("--json", action="store_true", help="print JSON in place of tables")
+        # Without a default of its own, which would undo one that comes before the verb.
+        one.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON in place of tables"
+        )
         one.set_defaults(run=verb.run, parser=one)
     return parser
+
+
+def _tell_versions(*, as_json: bool) -> None:
+    found = versions()
+    if as_json:
+        write_json(found)
+        return
+    for name, version in found.items():
+        sys.stdout.write(f"{'tiered-mem' if name == 'tiered_mem' else name} {version or '-'}\n")
 
 
 @contextlib.contextmanager

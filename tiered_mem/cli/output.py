@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
+# Of the JSON that is written. It goes up when a key goes, or means another thing; a further key leaves it.
+_SCHEMA = 1
 # In characters. Where there is no terminal with a width of its own, lines of a table are not broken.
 _WIDE = 200
 
@@ -34,9 +36,9 @@ def console() -> Console:
     return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
-def write_json(result: object) -> None:
-    """Writes `result` as JSON to the standard output."""
-    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+def write_json(result: Mapping[str, object]) -> None:
+    """Writes `result` as JSON to the standard output, with the version of what its keys mean."""
+    sys.stdout.write(json.dumps({"schema": _SCHEMA, **result}, indent=1) + "\n")
 
 
 def table(title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]) -> Table:
