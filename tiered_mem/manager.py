@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from types import TracebackType
 from typing import NoReturn, SupportsIndex
 
@@ -30,10 +31,12 @@ from .ground.turn import Turn
 from .optimizer.registered import RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
 from .phases.modules import ModulePhases
+from .pictures.drawing import draw, drawable
+from .pictures.timeline import Timeline
 from .policies.base import Action, How, Policy
 from .policies.planned import PlannedPolicy
 from .policies.planning.report import Report
-from .report import flatten, plan_report, summary
+from .report import flatten, plan_report, stats_rows, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import chosen_tier
 from .spill.lower_tier import LowerTier
@@ -41,6 +44,7 @@ from .tiers.host_budget import HostBytes
 from .tiers.host_tier import HostTier
 from .tiers.pinning import host_tier
 from .trace.recorder import Trace, summary_rows
+from .trace.records import Levels
 
 _log = logging.getLogger("tiered_mem.manager")
 
@@ -144,7 +148,8 @@ class TieringManager:
             undo.callback(self._host.drop)
             self._policy = choice.on(self.device, self._host.pool_stats().capacity, self._disk)
             now = time.perf_counter if self._disk is None else self._disk.now
-            self._trace = Trace(self.device, now=now) if trace else None
+            levels = partial(_levels, self.device, self._host, self._disk)
+            self._trace = Trace(self.device, now=now, levels=levels) if trace else None
             if self._trace is not None and self._disk is not None:
                 self._disk.watch(self._trace.file_moved)
             stream = None if transfer_stream is None else self.device.generic(transfer_stream)
@@ -387,12 +392,7 @@ class TieringManager:
         """The stats as a table: what moved, with trace=True how much of it was hidden and who waited, and a plan's
         report.
         """
-        stats, overlap = self.stats(), [("overlap", "not measured: it takes trace=True")]
-        if self._trace is not None:
-            with self._turn:
-                overlap = summary_rows(self._trace.figures())
-        told = summary(str(self.device.torch_device), stats, overlap)
-        report = self.report()
+        told, report = summary(self._summary_rows()), self.report()
         return told if report.missing else f"{told}\n\n{report}"
 
     def report(self) -> Report:
@@ -405,7 +405,7 @@ class TieringManager:
 
     @uninterrupted
     def export_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was recorded as a Chrome trace, which Perfetto opens.
+        """Writes what was recorded as a Chrome trace, which Perfetto opens, and `tiered-mem report` and `plot` too.
 
         Args:
             path: The file to write.
@@ -413,10 +413,53 @@ class TieringManager:
         Raises:
             RuntimeError: The manager was made without trace=True.
         """
+        recorded, about = self._recorded(), self._about()
         with self._turn:
-            if self._trace is None:
-                raise RuntimeError("nothing was recorded: make the manager with trace=True")
-            self._trace.export(path)
+            recorded.export(path, about)
+
+    def plot(self, path: str | os.PathLike[str], *, steps: int = 2) -> None:
+        """Draws the last steps: memory of each tier and the budget, and below it layers, waits and copies.
+
+        Args:
+            path: The file to write, whose suffix is .png or .svg.
+            steps: How many steps to draw. Without steps that can be told apart it is all that was recorded.
+
+        Raises:
+            RuntimeError: The manager was made without trace=True.
+            ValueError: The suffix is another one, no layer was recorded, or `steps` is below 1.
+            ImportError: matplotlib is missing: pip install 'tiered_mem[plot]'.
+        """
+        recorded = self._recorded()
+        drawable(path)
+        draw(Timeline.of(self._chart(recorded)).last(steps), path)
+
+    def _recorded(self) -> Trace:
+        if self._trace is None:
+            raise RuntimeError("nothing was recorded: make the manager with trace=True")
+        return self._trace
+
+    @uninterrupted
+    def _chart(self, recorded: Trace) -> dict[str, object]:
+        about = self._about()
+        with self._turn:
+            return recorded.chart(about)
+
+    def _about(self) -> dict[str, object]:
+        """What the manager says in a trace's file beside the records."""
+        report = self.report()
+        return {
+            "device budget bytes": report.budget,
+            "summary": self._summary_rows(),
+            "report": str(report),
+            "advice": list(report.advice),
+        }
+
+    def _summary_rows(self) -> list[tuple[str, str]]:
+        stats, overlap = self.stats(), [("overlap", "not measured: it takes trace=True")]
+        if self._trace is not None:
+            with self._turn:
+                overlap = summary_rows(self._trace.figures())
+        return stats_rows(str(self.device.torch_device), stats, overlap)
 
     @uninterrupted
     def synchronize(self) -> None:
@@ -489,6 +532,12 @@ class TieringManager:
             actions: What to do, in this order.
         """
         self._activations.act(actions)
+
+
+def _levels(device: Device, host: HostTier, disk: LowerTier | None) -> Levels:
+    """The bytes in the tiers now. torch counts none for the cpu."""
+    on_device = None if device.kind == "cpu" else device.memory()[0]
+    return Levels(on_device, host.pool_stats().used, None if disk is None else disk.stats().used)
 
 
 def _abandon(engine: TransferEngine, host: HostTier, disk: LowerTier | None, interrupts: Interrupts) -> None:

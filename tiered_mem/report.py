@@ -74,8 +74,16 @@ def flatten(
     return stats
 
 
-def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequence[tuple[str, str]]) -> str:
-    """The stats as a table for people, with rows on overlap."""
+def summary(rows: Sequence[tuple[str, str]]) -> str:
+    """The rows as a table for people."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def stats_rows(
+    device: str, stats: Mapping[str, int | float | str], overlap: Sequence[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """The stats as labels and values, with rows on overlap."""
 
     def size(name: str) -> str:
         return format_bytes(int(stats[name]))
@@ -109,9 +117,7 @@ def summary(device: str, stats: Mapping[str, int | float | str], overlap: Sequen
     rows.append(("host waits for old steps", str(stats["host.step_waits.total"])))
     blocking = f"{stats['blocking.copies.total']}, {size('blocking.bytes.total')}"
     rows.append(("copies that blocked the host", blocking))
-    rows += overlap
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+    return [*rows, *overlap]
 
 
 def plan_report(policy: Policy, counters: Counters) -> Report:

@@ -10,6 +10,7 @@ import pytest
 
 import tiered_mem
 from emulator.tests.launch import run
+from tests.pictures.sample import write
 from tests.spill.folders import leave_dead
 from tests.spill.without_torch import ROOT
 from tiered_mem import errors
@@ -50,11 +51,13 @@ ONLY = ("--bytes", "10KB")
         ["probe", "DIR", "--device", "cpu", *ONLY],
         ["inspect", "DIR"],
         ["clean", "DIR"],
+        ["plot", "DIR/trace.json"],
     ],
 )
 def test_what_needs_no_torch_imports_none(tmp_path: Path, arguments: list[str]) -> None:
     leave_dead(tmp_path)
-    done = run("-c", COMMAND, *(str(tmp_path) if word == "DIR" else word for word in arguments), cwd=ROOT)
+    write(tmp_path / "trace.json")
+    done = run("-c", COMMAND, *(word.replace("DIR", str(tmp_path)) for word in arguments), cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tiered_mem.device.device import Device, Event, Stream
+from tiered_mem.device.transfer import Direction
 from tiered_mem.trace.recorder import Figures, Trace
-from tiered_mem.trace.records import Direction
+from tiered_mem.trace.records import Levels
 
 MIB = 1 << 20
 SLOW = "40MB/s"
@@ -23,9 +24,11 @@ Events = list[dict[str, Any]]
 class Scene:
     """A trace, the compute stream and a side stream, and the copies on both."""
 
-    def __init__(self, kind: str, limit: int = 1000, pending: int = 1000) -> None:
+    def __init__(
+        self, kind: str, limit: int = 1000, pending: int = 1000, levels: Callable[[], Levels] | None = None
+    ) -> None:
         self.device = Device(kind)
-        self.trace = Trace(self.device, limit=limit, pending=pending)
+        self.trace = Trace(self.device, limit=limit, pending=pending, levels=levels)
         self.side = self.device.new_stream()
         self.compute = self.device.current_stream()
         self._buffers: list[torch.Tensor] = []

@@ -16,9 +16,9 @@ from tests.models import stack
 from tests.trace.scene import MIB, SLOW, SLOW_BYTES_PER_S, Scene, events_in, on_track
 from tiered_mem import TieringManager
 from tiered_mem.device.device import Device
+from tiered_mem.device.transfer import Direction
 from tiered_mem.policies import LayerOrderPolicy
 from tiered_mem.trace.recorder import Figures, Stall, Total, Trace, summary_rows
-from tiered_mem.trace.records import Direction
 
 
 @pytest.mark.parametrize("direction", ["offload", "reload"])

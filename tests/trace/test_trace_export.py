@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Link
-from tests.trace.scene import MIB, SLOW, Scene, end, on_track
+from tests.trace.scene import MIB, SLOW, Events, Scene, end, on_track
 from tiered_mem.trace.recorder import Trace
+from tiered_mem.trace.records import SCHEMA, Levels
 
 
 @pytest.mark.schedules("eager", "late", why="its copies run when they like")
@@ -95,6 +98,62 @@ def test_saved_bytes_rise_in_forward_and_fall_in_backward(scene: Scene, tmp_path
     assert counts == [1, 2, 4, 5, 6, 2, 0]
     saves = [event["args"] for event in on_track(events, "compute: layers", "i")]
     assert saves[2] == {"graph": 0, "layer": 1, "bytes": 2 * MIB}
+
+
+def counted(events: Events, counter: str) -> list[int]:
+    return [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["name"] == counter]
+
+
+def test_the_bytes_in_the_tiers_are_asked_for_where_layers_begin_and_end(device: str, tmp_path: Path) -> None:
+    """A counter has an event only where it is another than before; what nobody counts has none."""
+    asked = itertools.count(1)
+    scene = Scene(device, levels=lambda: Levels(next(asked), 7, None))
+    scene.trace.layer_begins(0, 0)
+    scene.copy()  # a layer goes on
+    scene.trace.saved(0, 0, MIB)
+    scene.trace.layer_ends(0, 0)
+    scene.copy()  # its backward is to come
+    scene.trace.layer_begins(0, 0, backward=True)
+    scene.trace.backward_ends()
+    scene.copy()  # between steps
+    scene.copy("reload")
+    scene.trace.layer_begins(1, 0)
+    scene.trace.mark(None)
+    events = scene.events(tmp_path / "trace.json")
+    assert counted(events, "device bytes") == [1, 2, 3, 4, 5, 6, 7]
+    assert counted(events, "host bytes") == [7]
+    assert counted(events, "disk bytes") == []
+    scene.finish()
+
+
+def test_the_bytes_in_the_tiers_are_asked_for_where_compute_waits(device: str, tmp_path: Path) -> None:
+    asked = itertools.count(1)
+    scene = Scene(device, pending=4, levels=lambda: Levels(next(asked), None, None))
+    scene.trace.layer_begins(0, 0)
+    ended = scene.copy()
+    scene.wait(ended)
+    scene.wait(scene.device.timed_event(scene.compute))  # no copy's end
+    events = scene.events(tmp_path / "trace.json")
+    assert counted(events, "device bytes") == [1, 2]
+    scene.finish()
+
+
+def test_a_level_is_at_the_moment_of_its_layer(device: str, tmp_path: Path) -> None:
+    scene = Scene(device, levels=lambda: Levels(MIB, None, None))
+    scene.trace.layer_begins(0, 0)
+    scene.work(MIB)
+    scene.trace.layer_ends(0, 0)
+    events = scene.events(tmp_path / "trace.json")
+    [layer] = on_track(events, "compute: layers")
+    [level] = [event for event in events if event["name"] == "device bytes"]
+    assert level["ts"] == layer["ts"]
+    scene.finish()
+
+
+def test_the_file_says_its_version_and_what_else_it_is_given(scene: Scene, tmp_path: Path) -> None:
+    scene.trace.export(tmp_path / "trace.json", {"report": "all is well"})
+    about = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert about == {"schema": SCHEMA, "older records left out": 0, "report": "all is well"}
 
 
 def test_a_second_compute_stream_has_tracks_of_its_own(scene: Scene, tmp_path: Path) -> None:

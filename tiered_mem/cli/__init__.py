@@ -13,10 +13,10 @@ from typing import NoReturn
 
 from ..errors import TieredMemError
 from ..versions import versions
-from . import clean, inspect, plan, probe
+from . import clean, inspect, plan, plot, probe
 from .output import check_rich, plain, write_json
 
-_VERBS = {"probe": probe, "inspect": inspect, "clean": clean, "plan": plan}
+_VERBS = {"probe": probe, "inspect": inspect, "clean": clean, "plan": plan, "plot": plot}
 _REFUSED = 2
 
 
@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "Looks at what tiered_mem runs on and at its spill files, and plans trainings."
+    what = "Looks at what tiered_mem runs on, at its spill files and traces, and plans trainings."
     parser = _Parser(prog="tiered-mem", description=what)
     parser.add_argument("--version", action="store_true", help="tell the versions of all that it runs on, and exit")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")

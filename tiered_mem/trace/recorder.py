@@ -7,12 +7,12 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..device.device import Device, Event, Stream
 from ..device.transfer import CopyGroup, Direction, TransferEngine
@@ -24,6 +24,7 @@ from .records import (
     FileMove,
     HostWait,
     Layer,
+    Levels,
     Mark,
     Save,
     TraceRecord,
@@ -52,6 +53,8 @@ class Trace:
     pending: the number of records besides that the device may be behind. Where it is farther behind, recording
         waits for it, and raises DeviceFailed where it has failed. Raises ValueError below 1.
     aligned: what the host and the files do is on the device's axis of time, for which the host waits once for it.
+    levels: tells the bytes in the tiers now, in a record without times. It is asked where layers begin and end,
+        where compute comes to a wait, and between backward and the next layer at each copy.
     observers: called with each record once its time is known, in their order, but with those of host and files.
     """
 
@@ -63,6 +66,7 @@ class Trace:
         limit: int = 100_000,
         pending: int = 10_000,
         aligned: bool = True,
+        levels: Callable[[], Levels] | None = None,
     ) -> None:
         if min(limit, pending) < 1:
             raise ValueError(f"a trace must keep at least 1 record, not {min(limit, pending)}")
@@ -74,6 +78,9 @@ class Trace:
         self._timed = 0  # how many of them there ever were
         self._layer: tuple[int | None, bool] = (None, False)
         self._graph = 0
+        self._levels = levels
+        self._compute = device.current_stream()  # that of the last layer
+        self._between = True  # no layer runs, nor a backward
         self._copied: dict[Direction, Total] = {"offload": Total(), "reload": Total()}
         self._stalls: dict[tuple[str, int | None, bool], float] = defaultdict(float)
         self._host_waited = Total()
@@ -94,18 +101,20 @@ class Trace:
         """A layer begins on the caller's current stream. A layer that was still going on there has ended."""
         self._layer = (layer, backward)
         self._graph = graph
-        stream = self._device.current_stream()
-        self._add(Layer(stream.stream_id, graph, layer, backward, begins=True), stream)
+        self._between = False
+        self._compute = stream = self._device.current_stream()
+        self._add(Layer(stream.stream_id, graph, layer, backward, begins=True), stream, level=True)
 
     def layer_ends(self, graph: int, layer: int, *, backward: bool = False) -> None:
         stream = self._device.current_stream()
-        self._add(Layer(stream.stream_id, graph, layer, backward, begins=False), stream)
+        self._add(Layer(stream.stream_id, graph, layer, backward, begins=False), stream, level=True)
 
     def backward_ends(self) -> None:
         """The layer whose backward began last was the last of this backward."""
         layer, backward = self._layer
         if layer is not None and backward:
             self.layer_ends(self._graph, layer, backward=True)
+            self._between = True
 
     def mark(self, of: object) -> None:
         """The program is at a place of which an observer wants to know the time. It is not kept."""
@@ -130,6 +139,8 @@ class Trace:
         group.ended = self._device.timed_event(stream)
         copy = self._under_way[group.ended] = Copy(direction, nbytes, blocks)
         self._put(_Pending(copy, base, (begun, group.ended)))
+        if self._between:
+            self._level(base, self._device.timed_event(self._compute))
 
     def waits(self, stream: Stream, ended: Event, why: str) -> None:
         """Call it right before a compute stream is made to wait for the end of a copy group.
@@ -138,7 +149,7 @@ class Trace:
         """
         copy = self._under_way.get(ended)
         if copy is not None:
-            self._add(Wait(stream.stream_id, copy, why, *self._layer), stream)
+            self._add(Wait(stream.stream_id, copy, why, *self._layer), stream, level=True)
 
     @contextmanager
     def host_waits(self) -> Iterator[None]:
@@ -172,14 +183,17 @@ class Trace:
                 reads=replace(self._moved["read"]),
             )
 
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file in Chrome's trace event format, which Perfetto opens."""
+    def export(self, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
+        """Writes a JSON file in Chrome's trace event format, which Perfetto opens. about: more to say in it."""
+        Path(path).write_text(json.dumps(self.chart(about)))
+
+    def chart(self, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What `export` writes."""
         self._wait_until_pending(0)
         with self._files_lock:
             records = [*self._records, *self._files]
             made = self._timed + sum(total.count for total in self._moved.values())
-        dropped = made - len(records)
-        Path(path).write_text(json.dumps(chrome_trace(str(self._device.torch_device), records, dropped)))
+        return chrome_trace(str(self._device.torch_device), records, made - len(records), about)
 
     # Events become times in the order in which they were recorded.
 
@@ -195,16 +209,25 @@ class Trace:
                 return
             self._time_first()
 
-    def _add(self, record: TraceRecord, stream: Stream) -> None:
+    def _add(self, record: TraceRecord, stream: Stream, *, level: bool = False) -> None:
         self._make_room()
-        self._put(_Pending(record, self._base, (self._device.timed_event(stream),)))
+        base, event = self._base, self._device.timed_event(stream)
+        self._put(_Pending(record, base, (event,)))
+        if level:
+            self._level(base, event)
+
+    def _level(self, base: _Base, event: Event) -> None:
+        """What is in the tiers now is there where the event comes to pass."""
+        if self._levels is not None:
+            self._put(_Pending(self._levels(), base, (event,)))
 
     def _put(self, pending: _Pending) -> None:
         self._pending.append(pending)
         self.poll()
 
     def _make_room(self) -> None:
-        self._wait_until_pending(self._most_pending - 1)
+        """For a record and the levels with it."""
+        self._wait_until_pending(max(0, self._most_pending - 2))
 
     def _wait_until_pending(self, most: int) -> None:
         while len(self._pending) > most:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..device.transfer import Direction
+if TYPE_CHECKING:  # who reads a file needs no torch
+    from ..device.transfer import Direction
 
 FileKind = Literal["write", "read"]
 
+# The version of what a file has for pictures. Files without one are from before there were levels.
+SCHEMA = 2
+# The tracks by their names. A second one of a kind has a comma after it, and what makes it another.
+LAYERS, WAITS, HOST_WAITS = "compute: layers", "compute: waits", "host: waits"
+COPIES: dict[Direction, str] = {"offload": "copies: offload", "reload": "copies: reload"}
+FILES: dict[FileKind, str] = {"write": "disk: writes", "read": "disk: reads"}
+# The counters of the bytes in each tier.
+LEVELS = {"device": "device bytes", "host": "host bytes", "disk": "disk bytes"}
+
 _PROCESS = 1
-_LAYERS, _WAITS, _HOST = "compute: layers", "compute: waits", "host: waits"
-_COPIES: dict[Direction, str] = {"offload": "copies: offload", "reload": "copies: reload"}
-_FILES: dict[FileKind, str] = {"write": "disk: writes", "read": "disk: reads"}
-_TRACKS = (_LAYERS, _WAITS, *_COPIES.values(), _HOST)
+_TRACKS = (LAYERS, WAITS, *COPIES.values(), HOST_WAITS)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +54,15 @@ class Save(TraceRecord):
     graph: int
     layer: int
     nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Levels(TraceRecord):
+    """The bytes in the tiers where a compute stream comes to; None where nobody counts them."""
+
+    device: int | None
+    host: int | None
+    disk: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -99,18 +115,21 @@ def layer_name(layer: int | None, backward: bool) -> str:
     return "no layer" if layer is None else f"{'backward' if backward else 'forward'} {layer}"
 
 
-def chrome_trace(process: str, records: Iterable[TraceRecord], dropped: int = 0) -> dict[str, Any]:
+def chrome_trace(
+    process: str, records: Iterable[TraceRecord], dropped: int = 0, about: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """A JSON object for Perfetto. The records of each stream are in its order; those of files are in any.
 
     dropped: the number of older records. A span needs all of its records, so that the first one may be missing.
+    about: what else the file is to say under "otherData".
     The counter "saved bytes" shows the bytes of layers whose backward has not begun.
     """
     chart = _Chart(process)
     for record in records:
         chart.draw(record)
     chart.finish()
-    about = {"older records left out": dropped}
-    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": chart.events}
+    other = {"schema": SCHEMA, "older records left out": dropped, **(about or {})}
+    return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": chart.events}
 
 
 class _Chart:
@@ -127,6 +146,7 @@ class _Chart:
         self._open: dict[int, Layer] = {}
         self._unread: dict[tuple[int, int], int] = defaultdict(int)
         self._files: list[FileMove] = []
+        self._levels: dict[str, int] = {}
         self._latest = 0.0
         self._name("process_name", process, 0)
         for track in _TRACKS:
@@ -142,21 +162,23 @@ class _Chart:
                 self._save(record)
             case Copy():
                 args = {**_bytes_of(record), "blocks": record.blocks}
-                self._span(self._tid(_COPIES[record.direction]), record.direction, *record.times, **args)
+                self._span(self._tid(COPIES[record.direction]), record.direction, *record.times, **args)
             case Wait() if record.stall > 0:
-                tid = self._tid_of(_WAITS, record.stream)
+                tid = self._tid_of(WAITS, record.stream)
                 name = layer_name(record.layer, record.backward)
                 self._span(tid, record.why, record.times[0], record.copy.times[-1], layer=name)
             case HostWait():
-                self._span(self._tid(_HOST), "host waits", *record.times)
+                self._span(self._tid(HOST_WAITS), "host waits", *record.times)
             case FileMove():
                 self._files.append(record)
+            case Levels():
+                self._count_levels(record)
 
     def finish(self) -> None:
         for tid in list(self._open):
             self._close(tid, self._latest)
         for record in sorted(self._files, key=lambda record: record.times):
-            tid = self._free_tid(_FILES[record.kind], record.times[0])
+            tid = self._free_tid(FILES[record.kind], record.times[0])
             self._span(tid, record.kind, *record.times, **_bytes_of(record))
 
     def _free_tid(self, track: str, now: float) -> int:
@@ -165,7 +187,7 @@ class _Chart:
         return next(tid for tid in map(self._tid, names) if self._ends[tid] <= _microseconds(now))
 
     def _layer(self, record: Layer) -> None:
-        now, tid = record.times[0], self._tid_of(_LAYERS, record.stream)
+        now, tid = record.times[0], self._tid_of(LAYERS, record.stream)
         if record.begins:
             self._close(tid, now)
             self._open[tid] = record
@@ -182,7 +204,7 @@ class _Chart:
             self._span(tid, layer_name(begun.layer, begun.backward), begun.times[0], now, graph=begun.graph)
 
     def _save(self, record: Save) -> None:
-        now, tid = record.times[0], self._tid_of(_LAYERS, record.stream)
+        now, tid = record.times[0], self._tid_of(LAYERS, record.stream)
         args = {"graph": record.graph, "layer": record.layer, "bytes": record.nbytes}
         self._event(ph="i", s="t", name="saved", ts=_microseconds(now), tid=tid, args=args)
         self._unread[record.graph, record.layer] += record.nbytes
@@ -191,6 +213,15 @@ class _Chart:
     def _count_saved(self, now: float) -> None:
         saved = {"bytes": sum(self._unread.values())}
         self._event(ph="C", name="saved bytes", ts=_microseconds(now), tid=0, args=saved)
+
+    def _count_levels(self, record: Levels) -> None:
+        """Of each tier whose level is another than before."""
+        for tier, counter in LEVELS.items():
+            nbytes = getattr(record, tier)
+            if nbytes is not None and self._levels.get(tier) != nbytes:
+                self._levels[tier] = nbytes
+                ts = _microseconds(record.times[0])
+                self._event(ph="C", name=counter, ts=ts, tid=0, args={"bytes": nbytes})
 
     def _span(self, tid: int, name: str, began: float, ended: float, **args: Any) -> None:
         # Devices round their times; spans that overlap by that little are dropped by viewers.

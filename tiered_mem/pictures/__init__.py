@@ -1,0 +1,1 @@
+"""What a trace shows, as a picture and as a page."""
