@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -403,9 +405,8 @@ class TieringManager:
         """
         return plan_report(self._policy, self._counters)
 
-    @uninterrupted
     def export_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was recorded as a Chrome trace, which Perfetto opens, and `tiered-mem report` and `plot` too.
+        """Writes what was recorded as a Chrome trace, which Perfetto opens, and `tiered-mem plot` draws.
 
         Args:
             path: The file to write.
@@ -413,9 +414,7 @@ class TieringManager:
         Raises:
             RuntimeError: The manager was made without trace=True.
         """
-        recorded, about = self._recorded(), self._about()
-        with self._turn:
-            recorded.export(path, about)
+        Path(path).write_text(json.dumps(self._chart()))
 
     def plot(self, path: str | os.PathLike[str], *, steps: int = 2) -> None:
         """Draws the last steps: memory of each tier and the budget, and below it layers, waits and copies.
@@ -429,22 +428,19 @@ class TieringManager:
             ValueError: The suffix is another one, no layer was recorded, or `steps` is below 1.
             ImportError: matplotlib is missing: pip install 'tiered_mem[plot]'.
         """
-        recorded = self._recorded()
         drawable(path)
-        draw(Timeline.of(self._chart(recorded)).last(steps), path)
-
-    def _recorded(self) -> Trace:
-        if self._trace is None:
-            raise RuntimeError("nothing was recorded: make the manager with trace=True")
-        return self._trace
+        draw(Timeline.of(self._chart()).last(steps), path)
 
     @uninterrupted
-    def _chart(self, recorded: Trace) -> dict[str, object]:
+    def _chart(self) -> dict[str, Any]:
+        """What was recorded, as it is exported."""
+        if self._trace is None:
+            raise RuntimeError("nothing was recorded: make the manager with trace=True")
         about = self._about()
         with self._turn:
-            return recorded.chart(about)
+            return self._trace.chart(about)
 
-    def _about(self) -> dict[str, object]:
+    def _about(self) -> dict[str, Any]:
         """What the manager says in a trace's file beside the records."""
         report = self.report()
         return {

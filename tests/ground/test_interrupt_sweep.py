@@ -36,7 +36,7 @@ HARMLESS = {
     "layout.py": ["params_of"],
     "profile.py": ["__post_init__"],
     "lru.py": ["check"],
-    "manager.py": ["__enter__", "__exit__", "act", "layer_context", "offload_context"],
+    "manager.py": ["__enter__", "__exit__", "act", "export_trace", "layer_context", "offload_context"],
     "measure.py": [
         *("<genexpr>", "<lambda>", "<listcomp>", "__init__"),
         *("_cut", "_link", "_release", "_round", "_wait", "link", "measured_tier"),

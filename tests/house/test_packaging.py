@@ -30,6 +30,7 @@ PACKAGES = (
     "tiered_mem.integrations",
     "tiered_mem.optimizer",
     "tiered_mem.phases",
+    "tiered_mem.pictures",
     "tiered_mem.policies",
     "tiered_mem.policies.planning",
     "tiered_mem.spill",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -126,12 +125,13 @@ def test_the_bytes_in_the_tiers_are_asked_for_where_layers_begin_and_end(device:
     scene.finish()
 
 
-def test_the_bytes_in_the_tiers_are_asked_for_where_compute_waits(device: str, tmp_path: Path) -> None:
+@pytest.mark.schedules("eager", "late", why="its copies run when they like")
+def test_the_bytes_in_the_tiers_are_asked_for_where_compute_waits(device: str, link: Link, tmp_path: Path) -> None:
+    link(SLOW)
     asked = itertools.count(1)
     scene = Scene(device, pending=4, levels=lambda: Levels(next(asked), None, None))
     scene.trace.layer_begins(0, 0)
-    ended = scene.copy()
-    scene.wait(ended)
+    scene.wait(scene.copy(nbytes=4 * MIB))
     scene.wait(scene.device.timed_event(scene.compute))  # no copy's end
     events = scene.events(tmp_path / "trace.json")
     assert counted(events, "device bytes") == [1, 2]
@@ -150,9 +150,8 @@ def test_a_level_is_at_the_moment_of_its_layer(device: str, tmp_path: Path) -> N
     scene.finish()
 
 
-def test_the_file_says_its_version_and_what_else_it_is_given(scene: Scene, tmp_path: Path) -> None:
-    scene.trace.export(tmp_path / "trace.json", {"report": "all is well"})
-    about = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+def test_a_chart_says_its_version_and_what_else_it_is_given(scene: Scene) -> None:
+    about = scene.trace.chart({"report": "all is well"})["otherData"]
     assert about == {"schema": SCHEMA, "older records left out": 0, "report": "all is well"}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -11,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import fsum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..device.device import Device, Event, Stream
@@ -44,10 +41,10 @@ class Trace:
 
     One thread at a time may call it, except `file_moved`.
 
-    Recording does not wait for the device: an event's time is read after it has passed. `figures` and `export` wait
+    Recording does not wait for the device: an event's time is read after it has passed. `figures` and `chart` wait
     for all records. On the cpu a copy has ended when it is issued, so that nothing waits for one.
 
-    limit: the number of records that are kept for `export`, and of records of files; the oldest go first. `figures`
+    limit: the number of records that are kept for `chart`, and of records of files; the oldest go first. `figures`
         counts all that were ever made. Raises ValueError below 1.
     now: the host's clock, in seconds.
     pending: the number of records besides that the device may be behind. Where it is farther behind, recording
@@ -183,12 +180,8 @@ class Trace:
                 reads=replace(self._moved["read"]),
             )
 
-    def export(self, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
-        """Writes a JSON file in Chrome's trace event format, which Perfetto opens. about: more to say in it."""
-        Path(path).write_text(json.dumps(self.chart(about)))
-
     def chart(self, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What `export` writes."""
+        """A JSON object in Chrome's trace event format, which Perfetto opens. about: more to say in it."""
         self._wait_until_pending(0)
         with self._files_lock:
             records = [*self._records, *self._files]
