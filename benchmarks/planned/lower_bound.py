@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
 from tiered_mem.policies.planning.profile import Link
@@ -16,6 +16,8 @@ from tiered_mem.policies.planning.stitching import RecordedStep, Ways
 
 # A step is looked at about so often, beside where its parts begin.
 _MOMENTS = 400
+# The solver ends after so many seconds, or so near to the optimum. What it has by then is a bound from below, too.
+_LONGEST, _NEAR = 120, 1e-3
 # Times are in milliseconds and sizes in MiB, so that the solver's tolerances mean something.
 _MS, _MIB = 1e3, 1 / (1 << 20)
 
@@ -25,9 +27,9 @@ Weights = NDArray[np.float64]
 def least_of_mixtures(ways: Ways, budget: int, link: Link) -> float:
     """The least seconds of a step of which each layer is treated in one of the ways, and blocks move.
 
-    It is the optimum of a linear program, in which a layer may be treated in part one way and in part another, and
-    a block may leave in part: so a bound from below. The step's parts come in their order, and each in all ways,
-    one after another, as far as its layer is treated so. At each moment of these:
+    It is a bound from below: the optimum of a linear program in which a layer is treated as a whole, and a block
+    may leave in part. The step's parts come in their order, and each in all ways, one after another. Only the way
+    in which its layer is treated takes time and memory. At each moment of these:
 
     - What was copied out was saved before. What is away was saved, and its use is still to come.
     - What would be on the device, if no block left, is at most the budget and what is away.
@@ -77,22 +79,28 @@ class _Program:
                 matrix[n, column] = weights[column]
             for column, weight in columns.items():
                 matrix[n, column] = weight
-        shares = lil_array((len(self._share) // len(self._ways.steps), self._columns))
-        for n, column in enumerate(self._share.values()):
-            shares[n // len(self._ways.steps), column] = 1
+        ways = len(self._ways.steps)
+        shares = lil_array((len(self._share) // ways, self._columns))
+        least, most, whole = np.zeros(self._columns), np.full(self._columns, np.inf), np.zeros(self._columns)
+        least[0] = most[0] = 1
+        for n, ((layer, way), column) in enumerate(self._share.items()):
+            shares[n // ways, column] = whole[column] = 1
+            most[column] = way in self._ways.of(layer)
         time, out, _ = self._first
+        most[time] = 0
         cost = np.zeros(self._columns)
         cost[: self._width] = self._moments[-1].lasts
         cost[out - 1] = 1  # when the last moment begins
-        bounds = [(0.0, None)] * self._columns
-        bounds[: self._width] = [(1, 1), *[(0, 1)] * (self._width - 1)]
-        bounds[time] = 0, 0
-        found = linprog(
-            cost, matrix.tocsr(), np.zeros(len(limits)), shares.tocsr(), np.ones(shares.shape[0]), bounds
+        found = milp(
+            cost,
+            integrality=whole,
+            bounds=Bounds(least, most),
+            constraints=[LinearConstraint(matrix.tocsr(), ub=0), LinearConstraint(shares.tocsr(), 1, 1)],
+            options={"time_limit": _LONGEST, "mip_rel_gap": _NEAR},
         )
-        if found.status != 0:
+        if found.mip_dual_bound is None or not np.isfinite(found.mip_dual_bound):
             raise ValueError(f"no treatment of the layers keeps a budget of {budget} bytes: {found.message}")
-        return float(found.fun) / _MS
+        return float(found.mip_dual_bound) / _MS
 
     @property
     def _first(self) -> tuple[int, int, int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, permutations, product, repeat
+from functools import partial
+from itertools import accumulate, chain, pairwise, permutations, product, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -19,6 +22,8 @@ _HOWS: tuple[How, How] = ("full", "cheap")
 _GROUPS = 32
 # It begins to search from each number of groups in each way, by this part of all of them.
 _COUNTS = 12
+# So many moments of a step are looked at by the fine estimate.
+_MOMENTS = 64
 # So many blocks are planned for, in all attempts together.
 _EFFORT = 12_000
 # Attempts of each plan that is compared.
@@ -49,7 +54,8 @@ def choose(ways: Ways, budget: int, link: Link, states: StatesShare, layers: Seq
     computed again take the time of that, and leave less to move. What is left of the budget optimizer states may
     have, which else cross the link while nothing hides it.
 
-    It searches by a bound that takes an instant, over groups of layers, and then by plans, near to the best.
+    It searches by estimates that take an instant, over groups of layers, and then by plans, near to what is best by
+    a coarse and by a fine estimate: where memory is short, either may miss what the other finds.
     layers: the numbers of those that may be treated. now: how they are treated before that.
     Raises BudgetTooSmall where no choice keeps the budget.
     """
@@ -74,7 +80,11 @@ class _Search:
         # Of each group, how all of its layers can be treated.
         self._allowed = [set.intersection(*map(ways.of, group)) for group in self._groups]
         self._room = max(0, min(states.total, budget - states.rounding - states.step_peak))
-        self._outline = Outline(ways, link, {layer: n for n, group in enumerate(self._groups) for layer in group})
+        group = {layer: n for n, layers in enumerate(self._groups) for layer in layers}
+        coarse = Outline(ways, link, group)
+        self._outlines = [coarse]
+        if (fine := _MOMENTS // coarse.moments) > 1:
+            self._outlines.append(Outline(ways, link, group, fine))
         # Of very many blocks it is one that has time.
         self._attempts = max(1, min(_ATTEMPTS, _EFFORT // (4 * (1 + len(ways.steps[None].blocks)))))
         self._exact: dict[_Point, float] = {}
@@ -82,12 +92,15 @@ class _Search:
 
     def best(self, now: Choice) -> Chosen:
         there = tuple([now.get(group[0]) for group in self._groups])
-        before = min((_Point(there, kept) for kept in (0, self._room)), key=self._guess)
-        begun = self._descend(
-            min([before, *self._seeds()], key=self._guess), self._guess, _halves(len(self._groups))
-        )
+        points = [_Point(there, kept) for kept in (0, self._room)]
+        seeds = [*points, *self._seeds()]
+        guesses = [partial(self._guess, outline) for outline in self._outlines]
+        sizes = _halves(len(self._groups))
+        begun = [self._descend(min(seeds, key=guess), guess, sizes) for guess in guesses]
+        before = min(points, key=guesses[0])
+        begun[0] = min(begun[0], before, key=self._planned)
         plans = _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks)))
-        found = self._descend(min(begun, before, key=self._planned), self._planned, [1], plans)
+        found = min([self._descend(point, self._planned, [1], plans) for point in begun], key=self._planned)
         if self._failed is not None and self._planned(found) == inf:
             raise self._failed
         return Chosen(self._choice(found), found.kept, self._planned(found), self._planned(before))
@@ -137,8 +150,8 @@ class _Search:
             if kept != point.kept:
                 yield point._replace(kept=kept)
 
-    def _guess(self, point: _Point) -> float:
-        return self._outline.seconds(point.ways, self._budget - point.kept) + self._crossing(point)
+    def _guess(self, outline: Outline, point: _Point) -> float:
+        return outline.seconds(point.ways, self._budget - point.kept) + self._crossing(point)
 
     def _planned(self, point: _Point) -> float:
         if point not in self._exact:
@@ -177,32 +190,35 @@ def _picks(there: Sequence[int], size: int) -> Iterator[frozenset[int]]:
 
 
 class Outline:
-    """A step by groups of layers, for a bound of its time that takes an instant.
+    """A step by groups of layers, for an estimate of its time that takes an instant.
 
-    It is `least_seconds` with a moment for the forward and one for the backward of each group. group: of each layer
-    that may be treated.
+    It is `least_seconds` with few moments, whose number is `moments`: of each layer's forward and backward, or of
+    those of a group of layers in a row, so many.
+
+    group: of each layer that may be treated.
     """
 
-    def __init__(self, ways: Ways, link: Link, group: Mapping[int, int]) -> None:
+    def __init__(self, ways: Ways, link: Link, group: Mapping[int, int], fine: int = 1) -> None:
         self._link = link
         self._group: list[int | None] = []  # of each moment
-        place: list[int] = []  # the moment of each part
+        parts: list[list[int]] = []  # of each layer, or group of layers, in each direction
         before: tuple[object, ...] | None = None
         for part, of in enumerate(ways.layers):
             known = None if of is None else group.get(of[2])
             key = (part,) if of is None or known is None else (*of[:2], known)
             if key != before:
                 self._group.append(known)
+                parts.append([])
                 before = key
-            place.append(len(self._group) - 1)
-        self._moments = {
-            way: _moments(step, ways.steps[None], place, len(self._group)) for way, step in ways.steps.items()
-        }
+            parts[-1].append(part)
+        self._group = [n for n in self._group for _ in range(fine)]
+        self.moments = len(self._group)
+        self._stretches = {way: _stretches(step, ways.steps[None], parts, fine) for way, step in ways.steps.items()}
         self._begin = ways.steps[None].standing[0]
 
     def seconds(self, ways: Sequence[Way], budget: int) -> float:
         """The least time of the step within a budget, with each group treated so; more where it cannot keep it."""
-        moments = [self._moments[None if n is None else ways[n]][k] for k, n in enumerate(self._group)]
+        moments = [self._stretches[None if n is None else ways[n]][k] for k, n in enumerate(self._group)]
         later = sum([moment.used for moment in moments])
         level = standing = self._begin
         lacking = 0
@@ -232,22 +248,32 @@ class _Stretch(NamedTuple):
     used: int
 
 
-def _moments(step: RecordedStep, plain: RecordedStep, place: Sequence[int], count: int) -> list[_Stretch]:
+def _stretches(
+    step: RecordedStep, plain: RecordedStep, parts: Sequence[Sequence[int]], fine: int
+) -> list[_Stretch]:
+    """Each of some parts in a row, in so many stretches of about the same time."""
     profile = step.profile
-    seconds = [0.0] * count
-    change, high, stands, least = ([0] * count for _ in range(4))
-    saved, used = [0] * (count + 1), [0] * (count + 1)
     level = step.levels
     standing = [*step.standing, step.standing[-1] if step.standing else 0]
     in_use = least_bytes(profile)
-    for part, k in enumerate(place):
-        a, z = step.cuts[part], step.cuts[part + 1]
-        seconds[k] += max(step.seconds[part], plain.seconds[part])
-        high[k] = max(high[k], change[k] + max(profile.full[a:z], default=level[a]) - level[a])
-        change[k] += level[z] - level[a]
-        least[k] = max(least[k], stands[k] + max(in_use[a:z], default=standing[a]) - standing[a])
-        stands[k] += standing[z] - standing[a]
+    saved, used = Counter[int](), Counter[int]()  # bytes by position
     for n, s, u in zip(profile.nbytes, profile.saved, profile.used, strict=True):
-        saved[place[step.part_of(s)]] += n
-        used[place[step.part_of(u)] if u < len(step.names) else count] += n
-    return list(map(_Stretch, seconds, change, high, stands, least, saved, used))
+        saved[s] += n
+        used[u] += n
+    found = []
+    for row in parts:
+        seconds = sum(max(step.seconds[part], plain.seconds[part]) for part in row) / fine
+        for a, z in pairwise(_pieces(profile.seconds, step.cuts[row[0]], step.cuts[row[-1] + 1], fine)):
+            high = max(profile.full[a:z], default=level[a]) - level[a]
+            least = max(in_use[a:z], default=standing[a]) - standing[a]
+            change, stands = level[z] - level[a], standing[z] - standing[a]
+            moved = (sum(map(by.__getitem__, range(a, z))) for by in (saved, used))
+            found.append(_Stretch(seconds, change, max(0, high), stands, max(0, least), *moved))
+    return found
+
+
+def _pieces(seconds: Sequence[float], begin: int, end: int, count: int) -> list[int]:
+    """Where each of so many pieces of these positions begins, by their time, and the end."""
+    until = list(accumulate(seconds[begin:end]))
+    whole = until[-1] if until else 0.0
+    return [begin, *(begin + bisect_left(until, whole * k / count) for k in range(1, count)), end]
