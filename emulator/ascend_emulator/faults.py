@@ -27,6 +27,19 @@ FUNCTIONS = (
     "HcclReduceScatter",
     "HcclBroadcast",
 )
+# What goes wrong while every call says that it went well; docs/faults.md says how.
+SILENT = (
+    "copy_h2d",
+    "copy_d2h",
+    "late_h2d",
+    "late_d2h",
+    "blocking_h2d",
+    "blocking_d2h",
+    "endless_h2d",
+    "endless_d2h",
+    "lost_wait",
+    "unpinned",
+)
 _FORM = (
     '"aclrtMalloc:3" (the third call fails), "aclrtMalloc:p=0.01,seed=7" (each call fails with that probability) '
     'or "device:100" (the device is lost with the 100th operation); ",code=N" at the end sets the error code'
@@ -40,7 +53,8 @@ class Fault:
     function: one of FUNCTIONS, whose variants (aclrtMallocHostWithCfg and the like) count as calls of it; or
         "device", which counts the operations that are put on streams. A device stays lost until clear_faults(). Or
         an operator such as "aclnnGelu", which does not fail: the last bit of the first element that it writes is
-        another one, as with a kernel whose result depends on timing.
+        another one, as with a kernel whose result depends on timing. Or one of SILENT, such as "late_h2d", which
+        does not fail either.
     nth: the call that fails, counted from 1. It fails once.
     probability: that of each call, in (0, 1], drawn from `seed`. Either this or nth is given.
     code: what the call returns; None is what CANN returns in such a case.
@@ -56,10 +70,10 @@ class Fault:
 
     def __post_init__(self) -> None:
         kernel = self.function.startswith("aclnn")
-        if self.function not in (*FUNCTIONS, DEVICE) and not kernel:
+        if self.function not in (*FUNCTIONS, DEVICE, *SILENT) and not kernel:
             raise EmulatorError(
                 f"{self.function!r} cannot be told to fail; known are {', '.join(FUNCTIONS)}, {DEVICE!r}, and "
-                "operators such as 'aclnnGelu', which come to other bits. "
+                f"operators such as 'aclnnGelu', which come to other bits, and {', '.join(SILENT)}. "
                 "A variant of one of these counts as that one"
             )
         if (self.nth is None) == (self.probability is None):
@@ -74,6 +88,8 @@ class Fault:
             raise EmulatorError(f"an error code is above 0, not {self.code}")
         if self.code is not None and kernel:
             raise EmulatorError(f"{self.function} comes to other bits, and returns no error code")
+        if self.code is not None and self.function in SILENT:
+            raise EmulatorError(f"{self.function} goes wrong in silence, and returns no error code")
 
     @classmethod
     def parse(cls, text: str) -> "Fault":

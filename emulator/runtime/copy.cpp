@@ -12,7 +12,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <mutex>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace emulator {
 
@@ -59,6 +64,8 @@ struct Copy {
   Place from;
 
   bool pageable() const { return to == Place::pageable || from == Place::pageable; }
+  // A fault of such copies, by what is wrong: "late" is "late_h2d" for a copy to the device.
+  bool is(const char* wrong) const { return misbehaves(wrong + std::string(std::strchr(name, '_'))); }
   bool freed() const { return to == Place::freed || from == Place::freed; }
   // In a dry run nothing comes from the device but zeros, and nothing goes there.
   void move(void* destination, const void* source, size_t nbytes) const {
@@ -75,6 +82,33 @@ struct Copy {
   Work work(size_t nbytes) const {
     return {.unit = unit, .nbytes = (is_link(unit) ? 1.0 : 2.0) * nbytes, .pageable = is_link(unit) && pageable()};
   }
+};
+
+// Bytes that are under way although their streams have gone on, because that was asked for.
+class LateBytes {
+ public:
+  static LateBytes& all() {
+    static auto* late = new LateBytes;  // never destroyed: see Streams
+    return *late;
+  }
+
+  void add(std::function<void()> move) {
+    std::lock_guard lock(mutex_);
+    moves_.push_back(std::move(move));
+  }
+
+  void land() {
+    std::vector<std::function<void()>> moves;
+    {
+      std::lock_guard lock(mutex_);
+      moves.swap(moves_);
+    }
+    for (const auto& move : moves) move();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::function<void()>> moves_;
 };
 
 Copy plan(const void* destination, const void* source) {
@@ -134,7 +168,9 @@ aclError copy_on_stream(const char* function, void* to, size_t room, const void*
   if (copy.on_host()) {
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, std::string(function) + ": host to host is not supported");
   }
-  const auto move = [=] { copy.move(to, from, nbytes); };
+  std::function<void()> move = [=] { copy.move(to, from, nbytes); };
+  if (copy.is("late")) move = [move] { LateBytes::all().add(move); };
+  if (copy.is("endless")) move = until_faults_are_cleared();
   const aclError code =
       submit(stream, {.name = copy.name,
                       .reads = watched(copy.from, from, nbytes),
@@ -143,8 +179,11 @@ aclError copy_on_stream(const char* function, void* to, size_t room, const void*
                       .work = copy.work(nbytes),
                       .own_call = own_call});
   // CANN returns from an asynchronous copy of pageable memory only when it is done.
-  return code == ACL_SUCCESS && copy.pageable() ? aclrtSynchronizeStream(stream) : code;
+  const bool waits = copy.is("blocking") || copy.pageable();
+  return code == ACL_SUCCESS && waits ? aclrtSynchronizeStream(stream) : code;
 }
+
+void land_late_bytes() { LateBytes::all().land(); }
 
 }  // namespace emulator
 

@@ -12,4 +12,7 @@ aclError copy_now(const char* function, void* to, size_t room, const void* from,
 aclError copy_on_stream(const char* function, void* to, size_t room, const void* from, size_t nbytes,
                         aclrtStream stream, bool own_call = true);
 
+// What late copies have not moved yet is moved, before the host goes on that has waited, and before memory is freed.
+void land_late_bytes();
+
 }  // namespace emulator

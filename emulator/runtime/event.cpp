@@ -1,4 +1,5 @@
 // Events: points in streams that other streams and the host can wait for.
+#include "copy.h"
 #include "detector.h"
 #include "fault.h"
 #include "stream.h"
@@ -136,7 +137,7 @@ ACL_EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) 
   const auto event = Events::all().find(handle);
   if (!event) return unknown("aclrtStreamWaitEvent");
   const auto point = event->newest();
-  if (!point) return ACL_SUCCESS;
+  if (!point || misbehaves("lost_wait")) return ACL_SUCCESS;
   return submit(stream, {.name = "event_wait", .reads = {}, .writes = {}, .body = {}, .awaits = point});
 }
 
@@ -147,6 +148,7 @@ ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent handle) {
     if (Simulation::on()) Simulation::get().wait_for(*point);
     point->wait();
     host_waited(*point);
+    land_late_bytes();
   }
   return device_is_lost() ? lost() : ACL_SUCCESS;
 }

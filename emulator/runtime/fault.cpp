@@ -1,9 +1,11 @@
 #include "fault.h"
 
 #include <atomic>
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <random>
+#include <set>
 
 namespace emulator {
 namespace {
@@ -31,9 +33,15 @@ const std::map<std::string, aclError> kCodes{
     {"HcclBroadcast", kHcclInternal},
 };
 constexpr const char* kDevice = "device";  // fails with the operation, and stays lost
-constexpr aclError kStruck = ACL_ERROR_RT_INTERNAL_ERROR;  // nobody is told of a kernel that gives other bits
+constexpr aclError kStruck = ACL_ERROR_RT_INTERNAL_ERROR;  // nobody is told of what goes wrong in silence
 
 bool is_kernel(const std::string& function) { return function.starts_with("aclnn"); }
+
+// What goes wrong while every call says that it went well.
+const std::set<std::string> kSilent{"copy_h2d",     "copy_d2h", "late_h2d",    "late_d2h",  "blocking_h2d",
+                                    "blocking_d2h", "unpinned", "endless_h2d", "lost_wait", "endless_d2h"};
+
+bool is_silent(const std::string& function) { return is_kernel(function) || kSilent.contains(function); }
 
 struct Fault {
   uint64_t calls_left;  // 0: by probability
@@ -50,10 +58,10 @@ class Faults {
   }
 
   bool set(const std::string& function, uint64_t nth, double probability, uint64_t seed, aclError code) {
-    const bool kernel = is_kernel(function);
-    if (!kCodes.contains(function) && function != kDevice && !kernel) return false;
+    const bool silent = is_silent(function);
+    if (!kCodes.contains(function) && function != kDevice && !silent) return false;
     std::lock_guard lock(mutex_);
-    if (kernel) code = kStruck;
+    if (silent) code = kStruck;
     if (code == ACL_SUCCESS) code = function == kDevice ? ACL_ERROR_RT_LOST_HEARTBEAT : kCodes.at(function);
     faults_[function] = {nth, probability, std::mt19937_64(seed), code};
     any_ = true;
@@ -65,6 +73,18 @@ class Faults {
     faults_.clear();
     any_ = false;
     lost_ = ACL_SUCCESS;
+    ++cleared_;
+    changed_.notify_all();
+  }
+
+  uint64_t cleared() {
+    std::lock_guard lock(mutex_);
+    return cleared_;
+  }
+
+  void wait_for_clear(uint64_t before) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this, before] { return cleared_ != before; });
   }
 
   aclError strikes(const char* function) {
@@ -88,6 +108,8 @@ class Faults {
  private:
   std::atomic<bool> any_{false};
   std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t cleared_ = 0;  // how often
   std::map<std::string, Fault> faults_;
 };
 
@@ -113,8 +135,14 @@ aclError count_towards_loss() {
   return lost();
 }
 
+bool misbehaves(const std::string& how) { return Faults::get().strikes(how.c_str()) != ACL_SUCCESS; }
+
+std::function<void()> until_faults_are_cleared() {
+  return [before = Faults::get().cleared()] { Faults::get().wait_for_clear(before); };
+}
+
 void give_other_bits(Operation& operation) {
-  if (!is_kernel(operation.name) || operation.writes.empty()) return;
+  if (!is_silent(operation.name) || operation.writes.empty()) return;
   if (Faults::get().strikes(operation.name.c_str()) == ACL_SUCCESS) return;
   const Range first = operation.writes.front();
   operation.body = [body = std::move(operation.body), first] {
@@ -125,7 +153,7 @@ void give_other_bits(Operation& operation) {
 
 }  // namespace emulator
 
-// For the Python package. A kernel does not fail, but gives other bits. nth: the call that fails, counted from 1, once; 0: each call, with that probability.
+// For the Python package. What is silent does not fail, but goes wrong. nth: the call that fails, counted from 1, once; 0: each call, with that probability.
 // code: 0 is the one that CANN fails with. Returns 0 for a function that cannot be told to fail.
 ACL_EXPORT int ascend_emulator_set_fault(const char* function, uint64_t nth, double probability, uint64_t seed,
                                          int code) {

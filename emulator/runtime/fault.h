@@ -18,7 +18,13 @@ aclError lost();
 // Counts one operation towards the one with which the device is lost. Returns what submit() is to return.
 aclError count_towards_loss();
 
-// A kernel that was told to comes to another value in the last bit of the first element that it writes.
+// Whether this call is to go wrong in a way that nobody is told of, such as "lost_wait"; docs/faults.md has all.
+bool misbehaves(const std::string& how);
+
+// The body of an operation that never ends, but with the faults that there are now.
+std::function<void()> until_faults_are_cleared();
+
+// A kernel or copy that was told to comes to another value in the last bit of the first element that it writes.
 void give_other_bits(Operation& operation);
 
 }  // namespace emulator

@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include "copy.h"
 #include "detector.h"
 #include "device.h"
 #include "fault.h"
@@ -258,7 +259,10 @@ ACL_EXPORT aclError aclrtMallocAlign32(void** pointer, size_t nbytes, aclrtMemMa
   return aclrtMalloc(pointer, nbytes, policy);
 }
 
-ACL_EXPORT aclError aclrtFree(void* pointer) { return Memory::get().free_device(pointer); }
+ACL_EXPORT aclError aclrtFree(void* pointer) {
+  land_late_bytes();
+  return Memory::get().free_device(pointer);
+}
 
 ACL_EXPORT aclError aclrtMallocHost(void** pointer, size_t nbytes) {
   const aclError code = fault("aclrtMallocHost");
@@ -270,6 +274,7 @@ ACL_EXPORT aclError aclrtMallocHostWithCfg(void** pointer, uint64_t nbytes, aclr
 }
 
 ACL_EXPORT aclError aclrtFreeHost(void* pointer) {
+  land_late_bytes();
   const aclError code = fault_without_device("aclrtFreeHost");
   return code == ACL_SUCCESS ? Memory::get().free_host(pointer) : code;
 }
@@ -286,6 +291,7 @@ ACL_EXPORT aclError aclrtHostRegister(void* pointer, uint64_t nbytes, aclrtHostR
 }
 
 ACL_EXPORT aclError aclrtHostUnregister(void* pointer) {
+  land_late_bytes();
   const aclError code = fault_without_device("aclrtHostUnregister");
   return code == ACL_SUCCESS ? Memory::get().unregister_host(pointer) : code;
 }
@@ -296,7 +302,10 @@ ACL_EXPORT aclError aclrtPointerGetAttributes(const void* pointer, aclrtPtrAttri
   attributes->location.id = Memory::get().device_of(pointer).value_or(0);
   switch (Memory::get().place_of(pointer)) {
     case Place::device: attributes->location.type = ACL_MEM_LOCATION_TYPE_DEVICE; break;
-    case Place::pinned: attributes->location.type = ACL_MEM_LOCATION_TYPE_HOST; break;
+    case Place::pinned:
+      attributes->location.type =
+          misbehaves("unpinned") ? ACL_MEM_LOCATION_TYPE_UNREGISTERED : ACL_MEM_LOCATION_TYPE_HOST;
+      break;
     case Place::freed:
     case Place::pageable: attributes->location.type = ACL_MEM_LOCATION_TYPE_UNREGISTERED; break;
   }

@@ -1,11 +1,14 @@
 // CANN's functions on streams.
+#include "copy.h"
 #include "device.h"
 #include "fault.h"
 #include "stream.h"
 
 using namespace emulator;
 
+// The host has waited.
 static aclError told(const StreamError& error) {
+  land_late_bytes();
   if (device_is_lost()) return lost();
   return error.code == ACL_SUCCESS ? ACL_SUCCESS : fail(error.code, error.message);
 }
