@@ -38,7 +38,7 @@ from .pictures.timeline import Timeline
 from .policies.base import Action, How, Policy
 from .policies.planned import PlannedPolicy
 from .policies.planning.report import Report
-from .report import flatten, plan_report, stats_rows, summary
+from .report import ScalarWriter, flatten, plan_report, stats_rows, summary
 from .sizes import parse_bytes
 from .spill.disk_tier import chosen_tier
 from .spill.lower_tier import LowerTier
@@ -396,6 +396,17 @@ class TieringManager:
         """
         told, report = summary(self._summary_rows()), self.report()
         return told if report.missing else f"{told}\n\n{report}"
+
+    def log_to(self, writer: ScalarWriter, step: int | None = None) -> None:
+        """Writes each number of `stats()` once, under a name such as "tiered_mem/host.used.peak".
+
+        Args:
+            writer: A SummaryWriter of TensorBoard, or anything with its `add_scalar`.
+            step: The number that the writer is to put it at; None leaves that to the writer.
+        """
+        for name, value in self.stats().items():
+            if not isinstance(value, str):
+                writer.add_scalar(f"tiered_mem/{name}", value, step)
 
     def report(self) -> Report:
         """With policy="auto": what the plan promises, what came of it, and what would help. print() shows it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from .activations.block import Block
 from .activations.movable import WORDS
@@ -15,6 +16,13 @@ from .policies.planned import PlannedPolicy
 from .policies.planning.report import Report
 from .sizes import format_bytes
 from .spill.lower_tier import TierStats
+
+
+class ScalarWriter(Protocol):
+    """Keeps numbers by name and step, as TensorBoard's SummaryWriter does."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None, /) -> object:
+        """Keeps one number."""
 
 
 def flatten(

@@ -36,7 +36,7 @@ OPTIONAL = {"xxhash"}
 # What a leaf may import of the rest: sizes are read and written as text in one way.
 BELOW_LEAF = {"policies": {"..ground.arguments", "..sizes"}, "allocators": {"..sizes"}}
 # Of the command line alone, and of pictures.
-FOR_PEOPLE = {"cli": {"rich"}, "pictures": {"matplotlib"}}
+FOR_PEOPLE = {"cli": {"rich"}, "metrics": {"prometheus_client"}, "pictures": {"matplotlib"}}
 # What tiered_mem/spill/ may import of the rest: it knows addresses and files, and nothing of torch.
 BELOW_SPILL = {"allocators", "errors", "sizes"}
 ARGUMENTS = ROOT / "tiered_mem" / "ground" / "arguments.py"
@@ -55,13 +55,13 @@ ORDER = [
     ["report"],
     ["manager"],
     ["configuration"],
-    ["block_context", "optim"],
+    ["block_context", "metrics", "optim"],
     ["__init__"],
 ]
 # The size of the house. A limit is raised by whoever adds a feature that users asked for, in the commit that adds
 # it and by what it takes, and never to make room for a wall. What gets smaller lowers it.
-FILES = 122
-CODE_LINES = 17_691  # without blank lines, comments and docstrings
+FILES = 123
+CODE_LINES = 17_769  # without blank lines, comments and docstrings
 LONGEST = 500  # lines of a file, with all that is in it; where one is near to that, look for a second idea in it
 # The manager is one class, whose methods pass each call on. Half of its lines say what users may type.
 LONGER = {"tiered_mem/manager.py": 600}
@@ -228,7 +228,7 @@ def test_product_code_imports_its_dependencies_only() -> None:
     for path in PRODUCT:
         foreign = {top(name) for name in imports(tree_of(path)) if not name.startswith(".")}
         foreign -= sys.stdlib_module_names | DEPENDENCIES | OPTIONAL
-        foreign -= FOR_PEOPLE.get(path.parent.name, set())
+        foreign -= FOR_PEOPLE.get(path.parent.name, set()) | FOR_PEOPLE.get(path.stem, set())
         # axolotl takes what a plugin adds to its configuration as a class of pydantic's.
         foreign -= {path.stem, "pydantic"} if path.parent.name == "integrations" else set()
         assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
@@ -263,5 +263,5 @@ def test_importing_brings_in_the_dependencies_only() -> None:
     before, added = (set(modules) for modules in json.loads(done.stdout))
     assert "tiered_mem.manager" in added
     assert {top(name) for name in added} - sys.stdlib_module_names <= {"tiered_mem", *DEPENDENCIES, *OPTIONAL}
-    strangers = {"torch_npu", "rich", "matplotlib", "hypothesis", "ascend_emulator"}
+    strangers = {"torch_npu", "rich", "matplotlib", "prometheus_client", "hypothesis", "ascend_emulator"}
     assert not {top(name) for name in before | added} & strangers

@@ -44,6 +44,9 @@ call_after_backward: Callable[[Callable[[], None]], None] = _found(
     "autograd.Variable._execution_engine.queue_callback"
 )
 
+# Whether a profiler of torch's looks at this thread.
+profiled: Callable[[], bool] = _found("autograd._profiler_enabled")
+
 # It is made of products that autocast would have of bfloat16, and no dispatch mode lets autocast see them.
 TRILINEAR: Any = _found("ops.aten._trilinear").default
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 
 from .device import Device, Event, Stream
+from .torch_private import profiled
 
 
 class TransferEngine:
@@ -21,7 +23,8 @@ class TransferEngine:
     of, to: tensors of equal size, type and form, contiguous on both sides; those of the same place belong together.
 
     stream: one stream for both directions, in place of two of the engine's own.
-    trace: is told of the copies, and of who waits for them. It may be exchanged.
+    trace: is told of the copies, and of who waits for them. It may be exchanged. torch's profilers see them as
+    "tiered_mem: offload" and "tiered_mem: reload", where the host issues them.
     """
 
     def __init__(self, device: Device, stream: Stream | None = None, trace: CopyObserver | None = None) -> None:
@@ -73,11 +76,12 @@ class TransferEngine:
     def _copy(self, direction: Direction, stream: Stream, to: Tensors, of: Tensors) -> Ticket:
         """Copies to each tensor, in order on `stream`, which is current, that of the same place in `of`."""
         # One call for all costs the host less than a copy_ for each.
+        copy = partial(_named_copy, f"tiered_mem: {direction}") if profiled() else torch._foreach_copy_
         if self.trace is None:
-            torch._foreach_copy_(to, of, non_blocking=True)
+            copy(to, of, non_blocking=True)
             return Ticket(stream.record_event(), self._device)
         with self.trace.copying(direction, stream, sum(each.nbytes for each in to), len(to)) as group:
-            torch._foreach_copy_(to, of, non_blocking=True)
+            copy(to, of, non_blocking=True)
         return Ticket(group.ended, self._device, self.trace)
 
     def synchronize(self) -> None:
@@ -140,6 +144,11 @@ Direction = Literal["offload", "reload"]
 
 # What arrives together is waited for together: an event for each small tensor would cost more than it could save.
 _GROUP_BYTES = 4 << 20
+
+
+def _named_copy(name: str, to: Tensors, of: Tensors, non_blocking: bool) -> None:
+    with torch.profiler.record_function(name):
+        torch._foreach_copy_(to, of, non_blocking=non_blocking)
 
 
 def _groups(tensors: Tensors) -> Iterator[slice]:
