@@ -417,7 +417,7 @@ class TieringManager:
         return plan_report(self._policy, self._counters)
 
     def export_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was recorded as a Chrome trace, which Perfetto opens, and `tiered-mem plot` draws.
+        """Writes what was recorded as a Chrome trace, which Perfetto opens, and `tiered-mem report` shows.
 
         Args:
             path: The file to write.
@@ -457,7 +457,7 @@ class TieringManager:
         return {
             "device budget bytes": report.budget,
             "summary": self._summary_rows(),
-            "report": str(report),
+            "report": report.rows(),
             "advice": list(report.advice),
         }
 

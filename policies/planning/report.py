@@ -85,6 +85,10 @@ class Report:
         }
 
     def __str__(self) -> str:
+        return "\n".join(f"{label:<8} {value}" for label, value in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """It for people, as labels and values. A label is empty where the one before it goes on; advice is last."""
         rows = self._planned_rows() if not self.missing else [("no plan", self.missing)]
         if self.missing and self.budget is not None:
             rows.append(("budget", format_bytes(self.budget)))
@@ -98,8 +102,7 @@ class Report:
         if self.missing and stayed:
             told = "; ".join(f"{format_bytes(nbytes)} {why}" for why, nbytes in stayed)
             rows.append(("stayed", f"{told}"))
-        rows += [("advice" if not i else "", text) for i, text in enumerate(self.advice)]
-        return "\n".join(f"{label:<8} {value}" for label, value in rows)
+        return rows + [("advice" if not i else "", text) for i, text in enumerate(self.advice)]
 
     def _planned_rows(self) -> list[tuple[str, str]]:
         step = f"{_time(self.planned)} planned"

@@ -118,7 +118,7 @@ def test_json_may_come_before_the_verb(command: Command, tmp_path: Path) -> None
     assert json.loads(before.out)["schema"] == 1
 
 
-@pytest.mark.parametrize("verb", ["probe", "inspect", "clean", "plot"])
+@pytest.mark.parametrize("verb", ["probe", "inspect", "clean", "plot", "report"])
 def test_help_is_there(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])

@@ -52,6 +52,7 @@ ONLY = ("--bytes", "10KB")
         ["inspect", "DIR"],
         ["clean", "DIR"],
         ["plot", "DIR/trace.json"],
+        ["report", "DIR/trace.json"],
     ],
 )
 def test_what_needs_no_torch_imports_none(tmp_path: Path, arguments: list[str]) -> None:

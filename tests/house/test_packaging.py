@@ -99,7 +99,7 @@ def test_the_wheel_holds_the_packages_and_no_more(built: tuple[Path, Path]) -> N
         for path in (ROOT / package.replace(".", "/")).glob("*.py")
     }
     assert {f"{package.replace('.', '/')}/__init__.py" for package in PACKAGES} < sources
-    assert wheel_files(built[1]) == sources | {"tiered_mem/py.typed"}
+    assert wheel_files(built[1]) == sources | {"tiered_mem/py.typed", "tiered_mem/pictures/page.html"}
 
 
 def test_the_wheel_installs_the_command_line(built: tuple[Path, Path]) -> None:

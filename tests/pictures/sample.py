@@ -13,7 +13,12 @@ MIB = 1 << 20
 ABOUT: dict[str, Any] = {
     "device budget bytes": 300 * MIB,
     "summary": [("device", "npu:0"), ("reloads on demand", "0")],
-    "report": "budget   300.0 MiB\nadvice   a budget of 280.0 MiB would do & <nothing> waits there either",
+    "report": [
+        ("budget", "300.0 MiB"),
+        ("waits", "backward of layer 0: 50.0 ms"),
+        ("", "backward of layer 1: <none> & nothing"),
+        ("advice", "a budget of 280.0 MiB would do & <nothing> waits there either"),
+    ],
     "advice": ["a budget of 280.0 MiB would do & <nothing> waits there either"],
 }
 STEP = 1.0  # seconds from one step's beginning to the next one's

@@ -15,9 +15,7 @@ from .output import console, plain, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="a file that export_trace() wrote")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="a .png or .svg (TRACE's name with .png)")
-    parser.add_argument("--steps", type=int, default=2, help="how many of the last steps to show (2)")
+    add_trace(parser, "a .png or .svg (TRACE's name with .png)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,6 +25,13 @@ def run(options: argparse.Namespace) -> int:
     draw(timeline, path)
     tell(timeline, path, as_json=options.json)
     return 0
+
+
+def add_trace(parser: argparse.ArgumentParser, output: str) -> None:
+    """The options of a command that shows a trace, with what is said of its output."""
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="a file that export_trace() wrote")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=output)
+    parser.add_argument("--steps", type=int, default=2, help="how many of the last steps to show (2)")
 
 
 def tell(timeline: Timeline, path: Path, *, as_json: bool) -> None:

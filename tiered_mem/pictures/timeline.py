@@ -6,7 +6,7 @@ import json
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ class Timeline:
     levels: by tier, when it came to have so many bytes. A tier that was not counted is not there.
     budget: bytes that all memory of the device was to stay below, if there was a budget.
     left_out: how many older records were not kept.
-    summary, report, advice: what the manager said; empty where the file has nothing of it.
+    summary, report: what the manager said, as labels and values. advice: its own. Empty where the file has nothing
+        of it.
     """
 
     device: str
@@ -61,7 +62,7 @@ class Timeline:
     budget: int | None
     left_out: int
     summary: Sequence[tuple[str, str]]
-    report: str
+    report: Sequence[tuple[str, str]]
     advice: Sequence[str]
 
     @classmethod
@@ -176,10 +177,14 @@ def _timeline(about: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> 
         levels={tier: levels[tier] for tier in LEVELS if levels[tier]},
         budget=about.get("device budget bytes"),
         left_out=int(about["older records left out"]),
-        summary=[(str(label), str(value)) for label, value in about.get("summary", ())],
-        report=str(about.get("report", "")),
+        summary=_rows(about.get("summary", ())),
+        report=_rows(about.get("report", ())),
         advice=[str(each) for each in about.get("advice", ())],
     )
+
+
+def _rows(said: Iterable[tuple[object, object]]) -> list[tuple[str, str]]:
+    return [(str(label), str(value)) for label, value in said]
 
 
 def _span(track: str, lane: int, event: Mapping[str, Any]) -> Span:

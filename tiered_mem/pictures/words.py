@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ..sizes import format_bytes, format_seconds
-from ..trace.records import WAITS
+from ..trace.records import HOST_WAITS, WAITS
 from .timeline import Timeline
 
 _MOST = 3
@@ -19,6 +19,7 @@ _HELPS = {
     "release": "Where a release is waited for: offload fewer layers, keep one more on the device (in_flight), or "
     "give a larger budget.",
     "reload": "Where a reload is waited for: reload earlier, or offload fewer layers.",
+    HOST_WAITS: "Where the host waits for room: give more host_bytes.",
 }
 
 
@@ -54,18 +55,17 @@ def missing(timeline: Timeline) -> Iterator[str]:
 
 
 def waits(timeline: Timeline) -> Iterator[str]:
-    """Where compute waits, the longest first, and how much of the time that is."""
+    """How long compute waits in all, and then where the longest and for what, and how long the host does."""
     by: dict[tuple[str, str], float] = defaultdict(float)
     for span in timeline.spans.get(WAITS, ()):
         by[span.name, span.layer] += span.seconds
-    if not by:
-        yield "Compute waits for no copy."
-        return
-    whole, waited = timeline.ended - timeline.began, sum(by.values())
+    waited, whole = sum(by.values()), timeline.ended - timeline.began
     share = f", {100 * waited / whole:.1f} % of the time" if whole > 0 else ""
-    yield f"Compute waits {format_seconds(waited)} for copies{share}. The longest waits:"
+    yield f"Compute waits {format_seconds(waited)} for copies{share}." if by else "Compute waits for no copy."
     for (why, layer), seconds in sorted(by.items(), key=lambda each: each[1], reverse=True)[:_MOST]:
         yield _WHY.get(why, "{time} in {layer}: " + why).format(time=format_seconds(seconds), layer=layer)
+    if host := timeline.spans.get(HOST_WAITS):
+        yield f"{format_seconds(sum(span.seconds for span in host))} in which the host waits for room in its memory"
 
 
 def advice(timeline: Timeline) -> Iterator[str]:
@@ -73,8 +73,8 @@ def advice(timeline: Timeline) -> Iterator[str]:
     if timeline.advice:
         yield from timeline.advice
         return
-    whys = {span.name for span in timeline.spans.get(WAITS, ())}
-    yield from (text for why, text in _HELPS.items() if why in whys)
+    found = {span.name for span in timeline.spans.get(WAITS, ())} | {HOST_WAITS} & timeline.spans.keys()
+    yield from (text for why, text in _HELPS.items() if why in found)
 
 
 def peaks(timeline: Timeline) -> Iterator[tuple[str, str]]:
