@@ -135,7 +135,7 @@ def test_the_metadata_says_what_is_in_the_record(tmp_path: Path) -> None:
 
 def test_the_example_in_the_docs_is_a_header() -> None:
     made = sample(("block.17", "bfloat16", 10000), ("block.18", "complex128", 4096), algorithm="xxh3_64")
-    example = re.search(r"```\n(\{.*?)```", DOCS.read_text(), re.DOTALL)
+    example = re.search(r"```json\n(\{.*?)```", DOCS.read_text(), re.DOTALL)
     assert example is not None
     assert re.sub(r"\n ?", "", example[1]) == text_of(made.data).decode()
 
