@@ -33,7 +33,7 @@ from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
 __all__ = ["Link", "careless", "link", "pytest_runtest_setup"]
 
 # What tests may need that a machine with a GPU need not have.
-SPARE = ("ascend_emulator", "hypothesis", "rich", "safetensors", "torch_npu", "xxhash")
+SPARE = ("ascend_emulator", "hypothesis", "rich", "torch_npu")
 
 
 class MakeManager(Protocol):

@@ -83,8 +83,7 @@ class TieringManager:
             of what is free in spill_dir.
         spill_write_budget: The most bytes to write in all, for the sake of the drive; then the tier takes no
             more.
-        spill_checksum: "xxh3_64", "crc32" or "none". None is "xxh3_64" if the package xxhash is installed, or
-            "crc32".
+        spill_checksum: "xxh3_64", which None is too, "crc32" or "none".
         disk: A tier to use in place of files: any object with the methods of a LowerTier (docs/lower_tier.md). It
             is closed with the manager. Then none of the four arguments before this one is given.
         transfer_stream: A stream of the device for the copies in both directions. None is two streams of its own,

@@ -24,7 +24,7 @@ class Without:
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        missing = ("ascend_emulator", "torch_npu", "hypothesis", "xxhash", "safetensors", "pytest_timeout", "xdist")
+        missing = ("ascend_emulator", "torch_npu", "hypothesis", "pytest_timeout", "xdist")
         return None if name.partition(".")[0] in missing else self.finder.find_spec(name, path, target)
 
 # Nor does importlib.metadata find anything, such as pytest's plugins.

@@ -119,7 +119,7 @@ def _differ(name: str, one: Any, other: Any) -> Iterator[str]:
             yield f"{name}: {list(one)} and {list(other)}"
         for key in one.keys() & other.keys():
             yield from _differ(f"{name}[{key!r}]", one[key], other[key])
-    elif isinstance(one, list):
+    elif isinstance(one, list | tuple):
         for index, pair in enumerate(zip(one, other, strict=True)):
             yield from _differ(f"{name}[{index}]", *pair)
     elif one != other:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    # ImportError: of the package for a checksum, or for tables.
+    # ImportError: of the package for tables, or for pictures.
     except (TieredMemError, OSError, ValueError, ImportError) as error:
         sys.stderr.write(f"tiered-mem: {plain(' '.join(str(error).split()))}\n")
         return _REFUSED

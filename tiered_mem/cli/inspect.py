@@ -110,7 +110,7 @@ def _look_through(owned: Owned, verify: bool, advance: Callable[[int], None]) ->
 def _look(path: Path, owned: Owned, *, verify: bool) -> _Found | None:
     """The state of a file; None where it is gone.
 
-    verify: read all of it, and compare the checksums. Raises ImportError where their package is missing.
+    verify: read all of it, and compare the checksums.
     """
     header = None
     nbytes = 0

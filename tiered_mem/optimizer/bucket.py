@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -288,11 +288,17 @@ class Residence:
 
         start, end: of a part of them.
         """
+        with self.on_host() as flat:
+            return flat[start:end].clone()
+
+    @contextmanager
+    def on_host(self) -> Iterator[torch.Tensor]:
+        """Inside, the bytes as of the last `leave`, to be read. Waits. Raises what `take` does."""
         slot = self.take()
         try:
             if self.ticket is not None:
                 self.ticket.wait()
-            return slot.tensor[start:end].clone()
+            yield slot.tensor
         finally:
             self.leave(None)
 

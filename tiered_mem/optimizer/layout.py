@@ -208,12 +208,13 @@ def _moves(tensor: torch.Tensor, device: Device) -> bool:
         and device.owns(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and _without_gaps(tensor)
+        and without_gaps(tensor)
         and device.plain_layout(tensor)
     )
 
 
-def _without_gaps(tensor: torch.Tensor) -> bool:
+def without_gaps(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill the memory from the first to the last, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

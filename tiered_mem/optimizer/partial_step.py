@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..ground.interrupts import interruptible
 from ..ground.wrappers import copied
 from .layout import Param, State
 
@@ -141,6 +142,16 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     if own is not None and inspect.unwrap(own) is not inspect.unwrap(step):
         return optimizer.step  # somebody's own; a scheduler's that was made before only takes note of the call
     return partial(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
+
+
+def interruptible_closure(closure: Callable[[], float]) -> Callable[[], float]:
+    """The closure, which may run forwards and backwards for as long as these take."""
+
+    @interruptible
+    def call() -> float:
+        return closure()
+
+    return call
 
 
 def _put_back(values: State, now: State, before: State) -> None:

@@ -88,6 +88,16 @@ class StatePlace:
         # What is no dictionary is the optimizer's own business.
         bucket.states = {param: state.pop(param) for param in bucket.params if isinstance(state.get(param), dict)}
 
+    def packed(self, states: Mapping[Any, Any]) -> dict[str, Any]:
+        """What the optimizer's own state_dict makes of other states than it has."""
+        before = self._optimizer.state
+        try:
+            self._optimizer.state = defaultdict(dict, states)
+            packed: dict[str, Any] = self._optimizer.state_dict()
+        finally:
+            self._optimizer.state = before
+        return packed
+
     def in_order(self, keys: Iterable[Any]) -> list[Any]:
         """As the optimizer has them by itself: somebody may walk over them, and draw a random number for each."""
         left = dict.fromkeys(keys)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ..errors import Closed, InterruptedStep
-from ..ground.interrupts import interruptible, uninterrupted
+from ..errors import Closed, InterruptedStep, Reentered, TieredMemError
+from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import copied
 from .bucket import Bucket, fetch_ahead
 from .layout import Param, State, StateLayout, contents, on_cpu, params_of, with_tensors
-from .partial_step import PartialStep, bare_step
+from .partial_step import PartialStep, bare_step, interruptible_closure
 from .pipeline import BackwardWatch, Pipeline
 from .resting import StatePlace
 from .separable import StepChoice
@@ -63,8 +62,8 @@ class States:
         self._around = around
         self._lock = threading.RLock()
         self._known: set[Param] = set()  # the parameters in the buckets
-        # Makes the error of a step that ended in the middle.
-        self._broken: Callable[[], InterruptedStep] | None = None
+        # Makes the error of whoever comes after a step that ended in the middle, or during a save.
+        self._broken: Callable[[], TieredMemError] | None = None
         self._closed = False
         self._lent = False
         self._place = StatePlace(optimizer, self)
@@ -149,7 +148,7 @@ class States:
         in_place = self.here or not self.away
         if in_place or closure is not None or options or self._choice.at_once_now(self.pipeline.buckets):
             with self.present():
-                arguments = [] if closure is None else [_interruptible(closure)]
+                arguments = [] if closure is None else [interruptible_closure(closure)]
                 return bare_step(self._optimizer)(*arguments, **options)
         with self._place.used():
             self._step_in_buckets()
@@ -288,17 +287,29 @@ class States:
         self.check()
         self._adopt_loaded()
         self.pipeline.drop()
-        optimizer, rest = self._optimizer, self._optimizer.state
         whole: dict[Any, Any] = {key: on_cpu(value) for key, value in self._place.own.items()}
         for bucket in self.pipeline.buckets:
             whole |= bucket.copies()
-        try:
-            optimizer.state = defaultdict(dict, whole)
-            # Whatever else it may keep, such as a learning rate that is a tensor.
-            packed: dict[str, Any] = on_cpu(optimizer.state_dict(), set(map(id, contents(whole))))
-        finally:
-            optimizer.state = rest
+        # Whatever else it may keep, such as a learning rate that is a tensor.
+        packed: dict[str, Any] = on_cpu(self._place.packed(whole), set(map(id, contents(whole))))
         return packed
+
+    @_alone
+    def save(self, write: Callable[[dict[str, Any], dict[Any, Any], Sequence[Bucket]], None]) -> None:
+        """Calls `write` with a state_dict of keys, with the states in no bucket, and with the buckets.
+
+        Nothing else can be done meanwhile, not even by a signal's handler. Raises what `write` does.
+        """
+        self.check()
+        self._not_inside("be saved")
+        self._adopt_loaded()
+        self.pipeline.drop()
+        packed = self._place.packed({key: key for key in self.keys()})
+        self._broken = functools.partial(Reentered, f"the states of {self._name} are being saved in this thread")
+        try:
+            write(packed, self._place.own, self.pipeline.buckets)
+        finally:
+            self._broken = None
 
     def keys(self) -> list[Any]:
         """What has a state, parameters for the most part, in the order in which the optimizer has them."""
@@ -480,13 +491,3 @@ class States:
                 self.pipeline.prefetch_first()
         finally:
             self._lock.release()
-
-
-def _interruptible(closure: Callable[[], float]) -> Callable[[], float]:
-    """The closure, which may run forwards and backwards for as long as these take."""
-
-    @interruptible
-    def call() -> float:
-        return closure()
-
-    return call

@@ -6,9 +6,11 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, overload
 
 import torch
@@ -18,6 +20,7 @@ from ..device.torch_private import OPTIMIZER_HOOKS, REPLACED_BY_FSDP, STEP_COUNT
 from ..ground.interrupts import uninterrupted
 from .layout import Param, contents, on_cpu, params_of, spread_of
 from .resting import Copies, check_step
+from .saved_states import SavedStates, StatesWriter, own_tensors
 from .states import States
 
 _log = logging.getLogger("tiered_mem.optimizer")
@@ -209,10 +212,68 @@ class TieredOptimizer(torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _or(pre_hook(self, state_dict), state_dict)
+        self._load_by(partial(self._load, state_dict))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the states and the values of the groups into a directory, without a copy of all of them in memory.
+
+        They go from where they rest into safetensors files, one bucket at a time. An earlier save in the directory
+        is replaced in the end, and stays if this fails or the process dies. All is on the drive when this returns.
+        docs/saved_states.md says what is in the files.
+
+        Args:
+            path: The directory. It is made if it is not there.
+
+        Raises:
+            TypeError: A state or a group has something that such files cannot hold. Nothing was written.
+            ValueError: The optimizer has a `state_dict` of its own, or hooks on it, or its parameters are DTensors.
+            OSError: The drive is full, or fails, or another save into the directory is under way.
+            RuntimeError: In the middle of a step, or inside of `present()`.
+            InterruptedStep, Closed: As for `state_dict`.
+        """
+        self._check_no_hooks("state_dict_pre", "state_dict_post")
+        writer = StatesWriter(self._wrapped, self._states.pipeline.residences.bucket_bytes // 2)
+        self._states.save(partial(writer.write, Path(path)))
+
+    @uninterrupted
+    def load(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+        """Takes what `save` wrote, also of an optimizer with other buckets or another residency.
+
+        The states are as after `load_state_dict`. They pass through the host one bucket at a time; those of an
+        optimizer that is stepped at once, or has a `load_state_dict` of its own, come to the device as a whole.
+
+        Args:
+            path: The directory.
+            verify: Read all files and compare their checksums before anything is changed. Without it each tensor is
+                compared as it is loaded, so that the files are read once, and a wrong one is found in the middle.
+
+        Raises:
+            FileNotFoundError: There are no saved states in the directory.
+            CorruptRecord: A file is not as it was written. Nothing was changed, unless `verify` is False.
+            ValueError: The states are of another class, of other groups or parameters. Nothing was changed.
+            InterruptedStep: From the next call on, after an error in the middle.
+            RuntimeError, Closed: As for `load_state_dict`.
+        """
+        self._check_no_hooks("load_state_dict_pre")
+        saved = SavedStates(Path(path))
+        saved.check(self._wrapped, data=verify)
+        self._load_by(partial(self._load_saved, saved))
+
+    def _check_no_hooks(self, *kinds: str) -> None:
+        """Raises ValueError for hooks that would be given a state_dict."""
+        for kind in kinds:
+            if getattr(self, f"_optimizer_{kind}_hooks"):
+                raise ValueError(
+                    f"{type(self._wrapped).__name__} has a hook of register_{kind}_hook, and save() and load() "
+                    "have no state_dict to give it: use state_dict() and load_state_dict()"
+                )
+
+    def _load_by(self, load: Callable[[bool, Sequence[Param]], None]) -> None:
+        """load: is given whether all states are loaded at once, and the parameters whose states are wanted."""
         own = type(self._wrapped).load_state_dict is not torch.optim.Optimizer.load_state_dict
         at_once = own or self._states.at_once
         try:
-            self._states.load(partial(self._load, state_dict, at_once), at_once)
+            self._states.load(partial(load, at_once), at_once)
         finally:
             self.defaults = self._wrapped.defaults
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -249,12 +310,23 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._wrapped.load_state_dict(on_cpu(state_dict))
             return
         saved = state_dict["state"]
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        # Where there are more of one, loading says so.
-        name_of = dict(zip(params_of(self._wrapped), names, strict=False))
-        chosen = {name_of.get(param) for param in params} | (saved.keys() - names)
+        chosen = self._names(params, saved, state_dict["param_groups"])
         some = {name: on_cpu(state) for name, state in saved.items() if name in chosen}
         self._wrapped.load_state_dict({**state_dict, "state": some})
+
+    def _load_saved(self, saved: SavedStates, everything: bool, params: Sequence[Param]) -> None:
+        groups = saved.groups()
+        chosen = saved.names if everything else self._names(params, saved.names, groups)
+        states = {name: saved.state(name) for name in saved.names if name in chosen}
+        self._wrapped.load_state_dict({"state": states, "param_groups": groups})
+        own_tensors(self._wrapped.state)
+
+    def _names(self, params: Iterable[Param], saved: Iterable[Any], groups: Sequence[dict[str, Any]]) -> set[Any]:
+        """What the states of these parameters are named in a state_dict, and those that belong to none."""
+        names = [name for group in groups for name in group["params"]]
+        # Where there are more of one, loading says so.
+        name_of = dict(zip(params_of(self._wrapped), names, strict=False))
+        return {name_of.get(param) for param in params} | (set(saved) - set(names))
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapped optimizer has beside torch's interface."""

@@ -42,8 +42,7 @@ def read_record(path: str | os.PathLike[str], verify: bool = True) -> dict[str, 
     The bytes of a dtype that numpy lacks, such as bfloat16, come as uint8; read_header tells the dtype. verify:
     compare the checksums, if the record has them.
 
-    Raises the errors of read_header, CorruptRecord for a checksum that differs, and ImportError where its package
-    is not installed.
+    Raises the errors of read_header, and CorruptRecord for a checksum that differs.
     """
     path = os.fspath(path)
     with _opened(path) as (fd, header):

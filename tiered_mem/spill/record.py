@@ -144,7 +144,7 @@ class Entry:
 
     def stored_as(self) -> tuple[str, int]:
         """Its dtype in safetensors, U8 where safetensors has none for it, and its number of elements there."""
-        dtype, bits = _STORED.get(self.dtype, _BYTES)
+        dtype, bits = STORED.get(self.dtype, _BYTES)
         if self.nbytes * 8 % bits:
             dtype, bits = _BYTES
         return dtype, self.nbytes * 8 // bits
@@ -163,7 +163,7 @@ class Layout:
 
 
 # torch's dtypes that safetensors knows: its name for them, and the bits of one element there.
-_STORED = {
+STORED = {
     "bool": ("BOOL", 8),
     "uint8": ("U8", 8),
     "int8": ("I8", 8),

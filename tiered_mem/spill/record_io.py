@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import xxhash
+
 from ..allocators.base import round_up
 from ..errors import CorruptRecord
 from .filesystem import Files, memory_at, pages
@@ -131,22 +133,11 @@ class Checksum:
 
 
 def checksum_by_name(name: str | None) -> Checksum:
-    """One of DIGITS; for None "xxh3_64" where xxhash is installed, else "crc32".
-
-    Raises ValueError for another name, and ImportError for "xxh3_64" where xxhash is not installed.
-    """
+    """One of DIGITS; "xxh3_64" for None. Raises ValueError for another name."""
     if name not in (None, *DIGITS):
         raise ValueError(f"{name!r} is no checksum; there are {', '.join(DIGITS)}, and None for the fastest")
     if name in (None, "xxh3_64"):
-        try:
-            import xxhash
-        except ImportError:
-            if name is not None:
-                raise ImportError(
-                    'the checksum "xxh3_64" needs xxhash: install it (pip install xxhash), or use "crc32"'
-                ) from None
-        else:
-            return Checksum("xxh3_64", xxhash.xxh3_64_hexdigest)
+        return Checksum("xxh3_64", xxhash.xxh3_64_hexdigest)
     return Checksum("none", _no_digits) if name == "none" else Checksum("crc32", _crc32)
 
 
