@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 LEAVES = ("allocators", "policies")
 # What uses the ground floor for something of its own; none of them knows of another.
 WINGS = ("activations", "optimizer", "phases")
-PACKAGES = ("device", "ground", "pictures", "spill", "tiers", "trace", *WINGS)
+PACKAGES = ("check", "device", "ground", "pictures", "spill", "tiers", "trace", *WINGS)
 FOLDERS = (
     "tiered_mem",
     "tiered_mem/cli",
@@ -53,14 +53,14 @@ ORDER = [
     [*WINGS],
     ["report"],
     ["manager"],
-    ["configuration"],
+    ["configuration", "check"],
     ["block_context", "metrics", "optim"],
     ["__init__"],
 ]
 # The size of the house. A limit is raised by whoever adds a feature that users asked for, in the commit that adds
 # it and by what it takes, and never to make room for a wall. What gets smaller lowers it.
-FILES = 129
-CODE_LINES = 18_336  # without blank lines, comments and docstrings
+FILES = 149
+CODE_LINES = 19_640  # without blank lines, comments and docstrings
 LONGEST = 500  # lines of a file, with all that is in it; where one is near to that, look for a second idea in it
 # The manager is one class, whose methods pass each call on. Half of its lines say what users may type.
 LONGER = {"tiered_mem/manager.py": 600}
@@ -209,7 +209,7 @@ def test_the_disk_tier_knows_nothing_of_torch() -> None:
 def test_a_tier_below_the_host_is_known_by_its_seam_only() -> None:
     """Files are one such tier. The command line and whatever makes the default one know that."""
     concrete = ROOT / "tiered_mem" / "spill" / "disk_tier.py"
-    assert {room_of(path) for path in PRODUCT if concrete in GRAPH[path]} == {"cli", "manager"}
+    assert {room_of(path) for path in PRODUCT if concrete in GRAPH[path]} == {"check", "cli", "manager"}
 
 
 def test_nothing_in_tiered_mem_needs_the_drop_in_or_the_command_line() -> None:

@@ -1,8 +1,10 @@
-"""Show whose spill files lie in a directory, and what is in them.
+"""Show whose spill files lie in a directory, and what is in them; or what optimizer.save() has written there.
 
 Lists the folders of this user's processes below DIR, and the records in each. The exit status is 1 if a record is
 found to be wrong while all are read (--verify). A live process may write a record while it is read here; such a
 record is shown as changing, and is not called wrong.
+
+Of saved optimizer states it lists the groups and the files. The exit status is 1 if a file is not as was written.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ..spill.home import OWNER, user_of
 from ..spill.reader import read_header, read_record
 from ..spill.record import NO_HEADER, Header
 from .output import byte_bar, console, plain, table, write_json
+from .saved import is_saved, show_saved
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,11 +68,13 @@ class _Seen:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="what spill_dir was when the files were written")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a manager's spill_dir, or the path of a save")
     parser.add_argument("--verify", action="store_true", help="read all records and compare their checksums")
 
 
 def run(options: argparse.Namespace) -> int:
+    if is_saved(options.dir):
+        return show_saved(options.dir, verify=options.verify, as_json=options.json)
     owned = look_into(owners, options.dir)
     with byte_bar() as bar:
         task = bar.add_task("verifying", total=sum(each.nbytes for each in owned), visible=options.verify)

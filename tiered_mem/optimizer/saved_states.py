@@ -23,13 +23,15 @@ from .saved_folder import FolderOfSave, check_data, check_shard, check_sum
 from .saved_index import SavedIndex, SavedParam, StoredTensor, read_index
 from .saved_values import ValueEncoder, decoded, dtype_name
 
+# Room for counters on the CPU in the file of a bucket that is full.
+_BESIDE = 64 << 10
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class StatesWriter:
     """Writes the states of one optimizer into a directory, once.
 
-    limit: the bytes of tensors in a file, unless one alone is larger.
+    limit: the bytes of tensors in a file, but for small ones, and unless one alone is larger.
 
     Raises what `check_can_be_saved` does.
     """
@@ -38,7 +40,7 @@ class StatesWriter:
         self._optimizer = type(optimizer).__name__
         check_can_be_saved(optimizer)
         self._params = [_described(param) for param in params_of(optimizer)]
-        self._limit = limit
+        self._limit = limit + _BESIDE
         self._values = ValueEncoder(self._optimizer)
         self._tensors: dict[str, StoredTensor] = {}
         self._shards: dict[str, int] = {}
