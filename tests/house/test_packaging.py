@@ -23,6 +23,7 @@ PACKAGES = (
     "tiered_mem",
     "tiered_mem.activations",
     "tiered_mem.allocators",
+    "tiered_mem.check",
     "tiered_mem.cli",
     "tiered_mem.cpu_offload",
     "tiered_mem.device",

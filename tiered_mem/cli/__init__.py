@@ -13,10 +13,18 @@ from typing import NoReturn
 
 from ..errors import TieredMemError
 from ..versions import versions
-from . import clean, inspect, plan, plot, probe, report
+from . import check, clean, inspect, plan, plot, probe, report
 from .output import check_rich, plain, write_json
 
-_VERBS = {"probe": probe, "inspect": inspect, "clean": clean, "plan": plan, "plot": plot, "report": report}
+_VERBS = {
+    "check": check,
+    "probe": probe,
+    "inspect": inspect,
+    "clean": clean,
+    "plan": plan,
+    "plot": plot,
+    "report": report,
+}
 _REFUSED = 2
 
 

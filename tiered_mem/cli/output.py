@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..sizes import parse_bytes
@@ -36,9 +37,13 @@ def console() -> Console:
     return Console(markup=False, highlight=False, emoji=False, soft_wrap=False, width=width)
 
 
-def write_json(result: Mapping[str, object]) -> None:
-    """Writes `result` as JSON to the standard output, with the version of what its keys mean."""
-    sys.stdout.write(json.dumps({"schema": _SCHEMA, **result}, indent=1) + "\n")
+def write_json(result: Mapping[str, object], path: Path | None = None) -> None:
+    """Writes `result` as JSON to a file, or the standard output, with the version of what its keys mean."""
+    text = json.dumps({"schema": _SCHEMA, **result}, indent=1) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        path.write_text(text)
 
 
 def table(title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]) -> Table:
@@ -65,6 +70,16 @@ def byte_bar() -> Progress:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
     )
+    return Progress(*columns, console=where, transient=True, disable=not where.is_terminal)
+
+
+def part_bar() -> Progress:
+    """A bar that counts parts, where and while `byte_bar` shows one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    where = Console(stderr=True, markup=False, emoji=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=where, transient=True, disable=not where.is_terminal)
 
 

@@ -138,6 +138,11 @@ def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: 
     return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
 
 
+def tried_sources(kind: str) -> tuple[str, ...]:
+    """The sources that pin=True goes through for a kind of device, in this order."""
+    return _TRIED.get(kind, ())
+
+
 @contextlib.contextmanager
 def pinned_slab(device: Device, nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Host memory for copies from and to the device, for as long as this is entered, and the name of its source."""
