@@ -33,7 +33,7 @@ test-schedules: setup ## what make test leaves out: other schedules, the task qu
 
 # Each framework asks for others of its own: without them what is there stays as it is. Each file has a process of its
 # own, for some frameworks change others when they are imported. pytest says 5 where all of a file is skipped.
-test-integrations: setup $(VENV)/.models ## the frameworks of docs/frameworks.md, and models of libraries: ten minutes
+test-integrations: setup $(VENV)/.models ## the frameworks of docs/frameworks, and models of libraries: ten minutes
 	@$(RUN) -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/frameworks \
 	  --requirement requirements/frameworks.txt
 	@ls tests/integrations/test_*.py | PYTHONPATH=$(VENV)/frameworks \
@@ -67,6 +67,9 @@ bench: setup ## the overhead beside the plain step, other offloaders, and checkp
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_replay
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_speed
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.spill
+
+pictures: setup ## draws README's pictures into docs/pictures, from dry runs: a minute
+	$(RUN) -m benchmarks.pictures
 
 # In the Python that is there: nothing is set up and nothing is fetched.
 silicon: ## all that a machine with a device can tell, in nine minutes
@@ -110,4 +113,4 @@ clean: ## deletes .venv and the compiled emulator
 	rm -rf $(VENV)
 
 .PHONY: help setup emulator compiler demo test test-schedules test-integrations models test-models mutants lint bench \
-        silicon clean
+        pictures silicon clean

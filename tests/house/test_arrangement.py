@@ -18,7 +18,7 @@ TOLD_IN = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "emulator" / "README.md",
-    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
 ]
 
 

@@ -234,7 +234,7 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtens
 # Products, attention and convolutions, by the names that torch and the backends' packages give them.
 _DEAR = re.compile(r"attention|matmul|linear$|convolution|(^|_)conv|(^|_)(mm|bmm|mv|addmm|addbmm|baddbmm|addmv)$")
 WITHOUT_CHECKPOINT = (
-    "Without that (gradient_checkpointing=False in transformers and TRL; docs/frameworks.md has the others) it is "
+    "Without that (gradient_checkpointing=False in transformers and TRL; docs/frameworks has the others) it is "
     "treated as the policy finds best"
 )
 CHECKPOINT_INSIDE = f"it has a checkpoint of its own inside. {WITHOUT_CHECKPOINT}"
