@@ -99,7 +99,7 @@ $(VENV)/.emulator: pyproject.toml emulator/pyproject.toml
 	  { echo 'setup: the venv module is missing; install it (Debian: apt install python3-venv)'; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@echo 'setup: installing torch and torch_npu into $(VENV) and compiling the emulator, about two minutes'
-	$(call install,--editable ./emulator --editable '.[cli]')
+	$(call install,--editable ./emulator --editable '.[examples]')
 
 $(VENV)/.installed: $(VENV)/.emulator
 	@echo 'setup: installing what the tests need into $(VENV)'

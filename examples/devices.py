@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
+from typing import Any
 
-import torch
+if find_spec("rich") is None:
+    sys.exit("the package rich is missing, which draws tables: pip install 'tiered_mem[examples]'")
+try:
+    import torch
+except RuntimeError as failed:  # a device's package that torch loads by itself, as torch_npu without CANN
+    sys.exit(f"torch does not load: {failed.__cause__ or failed}; try python -m ascend_emulator {sys.argv[0]}")
 
 
 def find_device(command: str) -> str:
@@ -17,6 +24,11 @@ def find_device(command: str) -> str:
         if module is not None and module.is_available():
             return kind
     sys.exit(f"no NPU and no CUDA GPU here; run it as python -m ascend_emulator {command}")
+
+
+def accelerator(kind: str) -> Any:
+    """torch's module of a device, such as `torch.npu`."""
+    return getattr(torch, kind)
 
 
 def emulated() -> str:

@@ -12,12 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
 sys.path.insert(0, str(Path(__file__).parent))
-from devices import emulated, find_device
+import screen  # says what is missing, before torch does
+import torch
 from training import MIB, Run, Training, add_options
 
 from tiered_mem import TieringManager
@@ -26,12 +23,8 @@ from tiered_mem.sizes import format_bytes, parse_bytes
 
 def main() -> int:
     options = parse()
-    console = Console()
-    kind = find_device("examples/optimizer_tiering.py")
-    device = getattr(torch, kind)
-    total = device.mem_get_info()[1]
-    console.print(f"device: {device.get_device_name()}{emulated()}, {total / MIB:,.0f} MiB")
-
+    shown = screen.Screen("examples/optimizer_tiering.py")
+    console, kind = shown.console, shown.kind
     training = Training(options, kind, console)
 
     def tiered(run: Run, residency: str, host: int, spill_dir: str | None) -> None:
@@ -52,35 +45,22 @@ def main() -> int:
     console.print(
         f"weights, gradients and two states of each: 4 x {format_bytes(weights)}; budget {format_bytes(budget)}"
     )
-    device.set_per_process_memory_fraction(budget / total)
+    getattr(torch, kind).set_per_process_memory_fraction(budget / shown.total)
     without = training.measure("plain, budget", training.plain)
-    on_host = training.measure("states on the host", lambda run: tiered(run, "host", 3 * weights, None))
+    on_host = training.measure("states on host", lambda run: tiered(run, "host", 3 * weights, None))
     with tempfile.TemporaryDirectory(dir=options.spill_dir) as folder:
         few = 8 * options.bucket_bytes
         on_disk = training.measure("states on disk", lambda run: tiered(run, "disk", few, folder))
         left = [path for path in Path(folder).rglob("*") if path.is_file()]
 
-    console.print(table([ample, without, on_host, on_disk]))
+    shown.table([ample, without, on_host, on_disk])
+    shown.overhead(f"in each step {format_bytes(2 * weights)} of states come to the device, and go again")
     equal = ample.equals(on_host) and ample.equals(on_disk)
-    console.print(f"all runs have bit-equal losses and final weights: {'yes' if equal else 'NO'}")
     console.print(f"spill files left: {len(left)}")
     if without.out_of_memory is None:
         console.print("the plain run fitted into the budget: there was nothing to show")
+    shown.verdict("all runs have bit-equal losses and final weights", right=equal)
     return 0 if equal and without.out_of_memory and not left else 1
-
-
-def table(runs: list[Run]) -> Table:
-    result = Table(caption="device, host and disk: peak MiB")
-    for column in ("run", "first loss", "last loss", "device", "host", "disk", "step ms"):
-        result.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
-    for run in runs:
-        sizes = [f"{size / MIB:.0f}" for size in (run.peak_device, run.peak_host, run.peak_disk)]
-        if run.out_of_memory:
-            result.add_row(run.name, "out of", "memory", sizes[0], "", "", "")
-        else:
-            losses = f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}"
-            result.add_row(run.name, *losses, *sizes, f"{1e3 * run.step:.0f}")
-    return result
 
 
 def parse() -> argparse.Namespace:

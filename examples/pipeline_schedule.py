@@ -14,13 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
 sys.path.insert(0, str(Path(__file__).parent))
-from devices import emulated, find_device
+import screen  # says what is missing, before torch does
+import torch
 from gpt import Layer
+from rich.table import Table
 
 from tiered_mem import TieringManager
 from tiered_mem.policies import SynchronizationDictPolicy
@@ -41,10 +39,9 @@ MIB = 1 << 20
 
 def main() -> int:
     options = parse()
-    console = Console()
-    kind = find_device("examples/pipeline_schedule.py")
+    shown = screen.Screen("examples/pipeline_schedule.py")
+    console, kind = shown.console, shown.kind
     stage = Stage(kind, options)
-    console.print(f"device: {getattr(torch, kind).get_device_name()}{emulated()}")
     console.print(drawn_schedule(), highlight=False)
 
     plain, expected = stage.step(contextlib.nullcontext(), lambda output: output)
@@ -59,7 +56,9 @@ def main() -> int:
     console.print(drawn_trace(json.loads(options.trace.read_text()), console.width), highlight=False)
 
     equal = all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
-    console.print(f"gradients of both runs are bit-equal: {'yes' if equal else 'NO'}; trace: {options.trace}")
+    console.print(f"trace: {options.trace}")
+    shown.overhead("what compute waited for copies, as the table says")
+    shown.verdict("gradients of both runs are bit-equal", right=equal)
     return 0 if equal and sum(offloaded) < sum(plain) else 1
 
 

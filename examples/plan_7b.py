@@ -17,9 +17,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ascend_emulator
-from rich.console import Console
-from rich.table import Table
+try:
+    import ascend_emulator
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}; from a clone of the repository: pip install ./emulator '.[examples]'")
 
 sys.path.insert(0, str(Path(__file__).parent))
 if TYPE_CHECKING:

@@ -13,17 +13,17 @@ import contextlib
 import gc
 import itertools
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+import screen  # says what is missing, before torch does
 import torch
+from gpt import GPT, batches, standard_library
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent))
-from devices import emulated, find_device
-from gpt import GPT, batches, standard_library
 from training import same
 
 from tiered_mem import TieringManager
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 @dataclass
 class Run:
-    """What came out; of each phase the name, the peak in it and what was left on the device; the host memory."""
+    """What came out; of each phase the name, the peak in it and what was left on the device; host memory; time."""
 
     name: str
     losses: list[float] = field(default_factory=list)
@@ -41,6 +41,7 @@ class Run:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     phases: list[tuple[str, int, int]] = field(default_factory=list)
     host: int = 0
+    seconds: float = 0.0
     out_of_memory: bool = False
 
     @property
@@ -50,15 +51,11 @@ class Run:
 
 def main() -> int:
     options = parse()
-    console = Console()
-    kind = find_device("examples/rl_phases.py")
-    device = getattr(torch, kind)
-    total = device.mem_get_info()[1]
-    console.print(f"device: {device.get_device_name()}{emulated()}, {total / MIB:,.0f} MiB")
-
+    shown = screen.Screen("examples/rl_phases.py")
+    console, kind = shown.console, shown.kind
     ample = run("both there", options, kind, console)
     budget = int(ample.peak * options.budget)
-    device.set_per_process_memory_fraction(budget / total)
+    getattr(torch, kind).set_per_process_memory_fraction(budget / shown.total)
     without = run("both there, budget", options, kind, console)
     phased = run("phases, budget", options, kind, console, host_bytes=options.host_bytes)
 
@@ -68,9 +65,13 @@ def main() -> int:
     console.print(table(ample, phased, budget))
     equal = ample.losses == phased.losses and same(ample.weights, phased.weights)
     equal = equal and all(torch.equal(one, other) for one, other in zip(ample.written, phased.written, strict=True))
-    console.print(f"losses, weights and written bytes are bit-equal with and without offloading: {yes(equal)}")
+    overhead = 100 * (phased.seconds / ample.seconds - 1)
+    shown.overhead(
+        f"{overhead:+.1f} %: both models and the states come and go once in each round, and nothing hides that"
+    )
     if not without.out_of_memory:
         console.print("both models fitted into the budget: there was nothing to show")
+    shown.verdict("losses, weights and written bytes are bit-equal with and without offloading", right=equal)
     return 0 if equal and without.out_of_memory else 1
 
 
@@ -84,7 +85,9 @@ def run(name: str, options: argparse.Namespace, kind: str, console: Console, *, 
         if host_bytes:
             manager = stack.enter_context(TieringManager(policy="lru", device=kind, host_bytes=host_bytes))
         try:
+            began = time.perf_counter()
             rounds(result, options, kind, manager)
+            result.seconds = time.perf_counter() - began
         except torch.OutOfMemoryError as error:
             result.out_of_memory = True
             console.print(f"{name}: torch.OutOfMemoryError: {error}")
@@ -166,10 +169,6 @@ def table(ample: Run, phased: Run, budget: int) -> Table:
         figures = (peak, after, phased_peak, phased_after)
         result.add_row(name, *(f"{nbytes / MIB:.1f}" for nbytes in figures))
     return result
-
-
-def yes(answer: bool) -> str:
-    return "yes" if answer else "NO"
 
 
 def parse() -> argparse.Namespace:

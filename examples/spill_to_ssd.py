@@ -11,12 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
 sys.path.insert(0, str(Path(__file__).parent))
-from devices import emulated, find_device
+import screen  # says what is missing, before torch does
+import torch
+from rich.table import Table
 from training import MIB, Run, Training, add_options
 
 from tiered_mem import TieringManager
@@ -26,12 +24,8 @@ from tiered_mem.sizes import format_bytes, parse_bytes
 
 def main() -> int:
     options = parse()
-    console = Console()
-    kind = find_device("examples/spill_to_ssd.py")
-    device = getattr(torch, kind)
-    total = device.mem_get_info()[1]
-    console.print(f"device: {device.get_device_name()}{emulated()}, {total / MIB:,.0f} MiB")
-
+    shown = screen.Screen("examples/spill_to_ssd.py")
+    console, kind = shown.console, shown.kind
     training = Training(options, kind, console)
 
     def tiered(run: Run, host: int, spill_dir: str | None) -> None:
@@ -46,28 +40,32 @@ def main() -> int:
                 offload=manager.offload_context(model.layers),
                 after_forward=lambda: console.print(where(manager)),
             )
+            stats = manager.stats()
+            run.peak_host, run.peak_disk = (int(stats.get(f"{tier}.used.peak", 0)) for tier in ("host", "disk"))
             console.print(manager.memory_summary())
 
     ample = training.measure("plain, ample", training.plain)
     activations = ample.peak_device - ample.resident
     budget = int(ample.peak_device * options.budget)
     host = int(activations * options.host)
-    device.set_per_process_memory_fraction(budget / total)
+    getattr(torch, kind).set_per_process_memory_fraction(budget / shown.total)
     without = training.measure("no disk", lambda run: tiered(run, host, None))
     with tempfile.TemporaryDirectory(dir=options.spill_dir) as folder:
         spilled = training.measure("with disk", lambda run: tiered(run, host, folder))
         left = [path for path in Path(folder).rglob("*") if path.is_file()]
 
+    shown.table([ample, without, spilled])
+    shown.overhead("the host waits for the drive, which writes and reads what neither memory has room for")
     room = budget - ample.resident
     console.print(
         f"activations {format_bytes(activations)}: the device has room for {format_bytes(room)} of them, the host "
         f"for {format_bytes(host)}, and {format_bytes(activations - room - host)} are too much for both"
     )
     equal = ample.equals(spilled)
-    console.print(f"ample and spilled run have bit-equal losses and final weights: {'yes' if equal else 'NO'}")
     console.print(f"spill files left: {len(left)}")
     if without.out_of_memory is None:
         console.print("the run without a disk fitted into the budgets: there was nothing to show")
+    shown.verdict("ample and spilled run have bit-equal losses and final weights", right=equal)
     return 0 if equal and without.out_of_memory and not left else 1
 
 

@@ -7,20 +7,25 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
-
 sys.path.insert(0, str(Path(__file__).parent))
-from devices import emulated, find_device
-from training import MIB, Run, same
+import screen  # says what is missing, before torch does
+import torch
+from training import Run, same
+
+try:
+    import accelerate  # noqa: F401  the Trainer needs it
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}; install what the examples need: pip install 'tiered_mem[examples]'")
 
 from tiered_mem.integrations.transformers import TieringCallback
+
+GIB = 1 << 30
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -34,6 +39,21 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+class Clock(TrainerCallback):
+    """Times each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        self._began = time.perf_counter()
+
+    def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
+        if "loss" in logs:  # the host has it, so that the device is through with the step
+            self.seconds.append(time.perf_counter() - self._began)
 
 
 def train(name: str, kind: str, options: argparse.Namespace, callbacks: list[TrainerCallback]) -> Run:
@@ -63,9 +83,12 @@ def train(name: str, kind: str, options: argparse.Namespace, callbacks: list[Tra
             report_to=[],
         )
         rows = Rows(options.batch * options.steps, options.length)
-        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+        clock = Clock()
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[*callbacks, clock])
         trainer.train()
+    run.seconds = clock.seconds
     run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    run.peak_host = int(max(entry.get("tiered/host_peak_gib", 0) for entry in trainer.state.log_history) * GIB)
     run.weights = {key: weight.cpu() for key, weight in model.state_dict().items()}
     run.peak_device = device.max_memory_allocated()
     del trainer, model
@@ -76,9 +99,8 @@ def train(name: str, kind: str, options: argparse.Namespace, callbacks: list[Tra
 
 def main() -> int:
     options = parse()
-    console = Console()
-    kind = find_device("examples/trainer_llama.py")
-    console.print(f"device: {getattr(torch, kind).get_device_name()}{emulated()}")
+    shown = screen.Screen("examples/trainer_llama.py")
+    kind = shown.kind
 
     plain = train("plain", kind, options, [])
     tiered = train(
@@ -89,14 +111,10 @@ def main() -> int:
         [TieringCallback(optimizer="host", policy="layer-order")],
     )
 
-    table = Table(title=f"Trainer, {options.layers} layers, {options.steps} steps", caption="device: peak MiB")
-    for column in ("run", "first loss", "last loss", "device"):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    for run in (plain, tiered):
-        table.add_row(run.name, f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{run.peak_device / MIB:.0f}")
-    console.print(table)
+    shown.table([plain, tiered])
+    shown.overhead('activations of all layers but the last leave and come back; policy="auto" moves what it must')
     equal = plain.losses == tiered.losses and same(plain.weights, tiered.weights)
-    console.print(f"both runs have bit-equal losses and final weights: {'yes' if equal else 'NO'}")
+    shown.verdict("both runs have bit-equal losses and final weights", right=equal)
     return 0 if equal and tiered.peak_device < plain.peak_device else 1
 
 
