@@ -57,6 +57,18 @@ lint: setup ## ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy tiered_mem emulator/ascend_emulator tests/mutants.py
 
+# The documents lie beside the code, and mkdocs wants them in a folder of their own. Warnings are errors.
+docs: $(VENV)/docs/.installed ## the documents as a site in build/site, which a browser opens from there: half a minute
+	@rm -rf build/docs && mkdir -p build/docs
+	@cp -r --parents README.md CONTRIBUTING.md CHANGELOG.md docs emulator/README.md emulator/CHANGELOG.md emulator/docs \
+	  build/docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet --strict
+	@echo 'docs: build/site/index.html'
+
+$(VENV)/docs/.installed: requirements/docs.txt
+	@$(PYTHON) -m venv $(VENV)/docs
+	@$(VENV)/docs/bin/pip install --quiet --requirement $< && touch $@
+
 bench: setup ## the overhead beside the plain step, other offloaders, and checkpointing
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.offload_overhead
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.offload_hooks
@@ -112,5 +124,5 @@ clean: ## deletes .venv and the compiled emulator
 	$(MAKE) -C emulator clean
 	rm -rf $(VENV)
 
-.PHONY: help setup emulator compiler demo test test-schedules test-integrations models test-models mutants lint bench \
+.PHONY: help setup emulator compiler demo test test-schedules test-integrations models test-models mutants lint docs bench \
         pictures silicon clean

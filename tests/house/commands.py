@@ -14,7 +14,7 @@ SYSTEM = {"cd", "echo", "export", "git", "mkdir", "numactl", "source", "ulimit"}
 # Of frameworks: their own pages say how they are called.
 THEIRS = {"llamafactory-cli", "swift"}
 # Files of the reader's own.
-READERS_FILES = {"train.py", "train_7b.py", "tiered_train.py"}
+READERS_FILES = {"first.py", "train.py", "train_7b.py", "tiered_train.py"}
 # Modules of frameworks that make test-integrations has, or nobody.
 THEIR_MODULES = {"torchtitan.train", "verl.trainer.main_ppo"}
 
@@ -136,6 +136,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": _make,
     "pip": _pip,
     "python": _python,
+    ".venv/bin/python": _python,
     "tiered-mem": _tiered_mem,
     "torchrun": _torchrun,
 }
