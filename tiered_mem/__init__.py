@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .manager import TieringManager
     from .policies.planning.profile import BudgetTooSmall
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BudgetTooSmall",

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -117,6 +118,39 @@ def test_the_version_is_the_one_that_the_package_tells(built: tuple[Path, Path])
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["Version"] == tiered_mem.__version__
+
+
+def test_the_sdist_is_the_whole_repository(built: tuple[Path, Path]) -> None:
+    """But for what git ignores, and hidden files, of which the copy that it was built of has none."""
+    sdist = built[0]
+    with tarfile.open(sdist) as archive:
+        top = sdist.name.removesuffix(".tar.gz")
+        found = {str(Path(each.name).relative_to(top)) for each in archive.getmembers() if each.isfile()}
+    checkout = sdist.parents[1] / "checkout"
+    files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
+    built_here = ("emulator/ascend_emulator/lib/", "build/", "emulator/build/", "tiered_mem.egg-info/")
+    left_out = {
+        name for name in files - found if not name.startswith(built_here) and not name.endswith("-small.json")
+    }
+    assert not left_out
+    assert {
+        "tests/conftest.py",
+        "emulator/runtime/copy.cpp",
+        "docs/design.md",
+        "tiered_mem/policies/lru.py",
+    } <= found
+    assert not [name for name in found if name.startswith(built_here[:-1]) or name.endswith((".pyc", ".so"))]
+
+
+def test_the_metadata_says_what_the_files_say(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        about = email.message_from_bytes(archive.read(name))
+    needed = {line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert needed == {"torch>=2.9", "numpy", "psutil", "safetensors", "xxhash"}
+    assert {"cli", "npu", "plot", "metrics"} <= set(about.get_all("Provides-Extra", []))
+    assert f"\nversion: {about['Version']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {about['Version']}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.slow(why="it builds a second wheel")
