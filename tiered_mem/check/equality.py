@@ -18,7 +18,6 @@ from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier
 from ..spill.filesystem import Files
 from .bench import Bench
-from .copies import PINNED, TO_DEVICE, TO_HOST
 from .drive import RECORDS
 from .failing_files import FailingFiles
 from .order import ARRIVED, RELEASED
@@ -33,7 +32,7 @@ _BUDGETS = (0.6, 0.75, 0.9)
 
 
 def equality() -> list[Check]:
-    needs = (_REPEATS, PINNED, TO_HOST, TO_DEVICE, ARRIVED, RELEASED)
+    needs = (_REPEATS, ARRIVED, RELEASED)
     disk = (*needs, RECORDS)
     return [
         Check(_REPEATS, _repeats),

@@ -8,8 +8,7 @@ from torch.nn import functional
 from ..manager import TieringManager
 from ..policies import LayerOrderPolicy
 from .bench import Bench
-from .copies import PINNED, TO_HOST
-from .order import RELEASED
+from .order import ARRIVED, RELEASED
 from .outcome import Check, Outcome, failed, not_applicable, passed
 
 _ROWS, _WIDTH, _BEYOND = 64, 1 << 14, 1 << 20
@@ -17,7 +16,7 @@ _ROWS, _WIDTH, _BEYOND = 64, 1 << 14, 1 << 20
 
 def failure() -> list[Check]:
     """It spoils the process, in which nothing is to be checked afterwards."""
-    return [Check("a failure ends in an error", _failure, (PINNED, TO_HOST, RELEASED), "a cpu fails at once")]
+    return [Check("a failure ends in an error", _failure, (ARRIVED, RELEASED), "a cpu fails at once")]
 
 
 def _failure(bench: Bench) -> Outcome:

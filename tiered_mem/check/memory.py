@@ -18,10 +18,10 @@ def memory() -> list[Check]:
 
 def _free(bench: Bench) -> Outcome:
     """A tensor that is dropped counts no more, while the device has not begun with the work on it."""
-    device = bench.device
+    device, load = bench.device, bench.load
     device.synchronize()
     before = device.memory()[0]
-    work = bench.load.begin(device.current_stream(), 0.05)
+    work = load.begin(device.current_stream(), 0.05)
     held = device.empty(_BYTES, torch.uint8).fill_(1)
     address, during = held.data_ptr(), device.memory()[0]
     del held

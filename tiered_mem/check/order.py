@@ -1,4 +1,4 @@
-"""The order of work on several streams: small programs that come to wrong numbers where it is lost."""
+"""The order of copies and kernels: small programs that come to wrong numbers where it is lost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from ..device.device import Stream
 from ..tiers.pinning import pinned_slab
 from .bench import Bench
-from .copies import PINNED, TO_DEVICE, TO_HOST
+from .copies import TO_DEVICE, TO_HOST
 from .outcome import Check, Outcome, failed, passed
 
-EVENTS, ARRIVED, RELEASED = "events order streams", "a stream waits for a copy", "a release waits for its copy"
+ARRIVED, RELEASED = "a stream waits for a copy", "a release waits for its copy"
 _BYTES, _SLOTS = 4 << 20, 8
 _LOAD_S = 1e-3
 _OTHER = 255
@@ -19,33 +19,10 @@ _OTHER = 255
 def order() -> list[Check]:
     one = "a cpu does its work in one order"
     return [
-        Check(EVENTS, _events, (), one),
-        Check(ARRIVED, _arrived, (PINNED, EVENTS, TO_DEVICE), one),
-        Check(RELEASED, _released, (PINNED, EVENTS, TO_HOST), one),
+        Check(ARRIVED, _arrived, (TO_DEVICE,), one),
+        Check(RELEASED, _released, (TO_HOST,), one),
         Check("reused memory", _reused, (ARRIVED, RELEASED), one),
     ]
-
-
-def _events(bench: Bench) -> Outcome:
-    """A stream that waits for an event finds what was written before it, by a kernel that comes late."""
-    device, side = bench.device, bench.device.new_stream()
-    current, rounds = device.current_stream(), bench.rounds(200)
-    for writer, reader, words in ((current, side, "a side stream"), (side, current, "the main stream")):
-        cells = torch.full((rounds,), -1, dtype=torch.int32, device=device.torch_device)
-        seen = torch.full_like(cells, -2)
-        device.synchronize()
-        for number in range(rounds):
-            bench.load.begin(writer, _LOAD_S)
-            with device.on(writer):
-                cells[number].fill_(number)
-            reader.wait_event(writer.record_event())
-            with device.on(reader):
-                seen[number].copy_(cells[number])
-        device.synchronize()
-        wrong = int((seen.cpu() != torch.arange(rounds, dtype=torch.int32)).sum())
-        if wrong:
-            return failed(f"{words} that waited for an event read before it, {wrong} times of {rounds}")
-    return passed(f"{2 * rounds} waits kept the order", rounds=(2 * rounds, ""))
 
 
 def _arrived(bench: Bench) -> Outcome:

@@ -40,6 +40,7 @@ def serve(arguments: Mapping[str, Any], requests: IO[str], answers: IO[str], fil
         answer(refused=str(error))
         return
     _be_repeatable()
+    torch.set_num_threads(1)  # several would spin, for seconds where other processes run, for work that is small
     subjects = catalogue()
     answer(
         device=_about(device),
