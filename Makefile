@@ -58,12 +58,12 @@ lint: setup ## ruff and mypy
 	$(RUN) -m mypy tiered_mem emulator/ascend_emulator tests/mutants.py
 
 # The documents lie beside the code, and mkdocs wants them in a folder of their own. Warnings are errors.
-docs: $(VENV)/docs/.installed ## the documents as a site in build/site, which a browser opens from there: half a minute
+docs: $(VENV)/docs/.installed ## the documents as a site in build/site: half a minute
 	@rm -rf build/docs && mkdir -p build/docs
 	@cp -r --parents README.md CONTRIBUTING.md CHANGELOG.md docs emulator/README.md emulator/CHANGELOG.md emulator/docs \
 	  build/docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet --strict
-	@echo 'docs: build/site/index.html'
+	@echo 'docs: $(PYTHON) -m http.server --directory build/site shows them, with the search, on http://localhost:8000'
 
 $(VENV)/docs/.installed: requirements/docs.txt
 	@$(PYTHON) -m venv $(VENV)/docs
