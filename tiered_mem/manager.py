@@ -90,9 +90,9 @@ class TieringManager:
             so that copies to the host and to the device run side by side.
         steps_in_flight: How many forwards, with their backwards, may have copies under way before the host waits.
             Each takes host memory of its own: with 2 one is computed while the next is queued.
-        trace: Record when layers, copies, waits and file operations begin and end, for export_trace() and
-            memory_summary(). It costs a few events for each layer, and about 40 MB: the last 100,000 records, and
-            as many of files, are kept for export_trace(). memory_summary() counts all.
+        trace: Record when layers, copies, waits and file operations begin and end, and the bytes in each tier, for
+            plot(), export_trace() and memory_summary(). It costs a few events for each layer, and about 40 MB: the
+            last 100,000 records, and as many of files, are kept. memory_summary() counts all.
         hold_signals: Let the handlers of signals, Python's own for Ctrl-C among them, wait while the manager is
             in the middle of its bookkeeping. For that each handler is put behind one of the manager's until
             `close`. False leaves them alone, for Ray, notebooks and debuggers that watch over their own. The

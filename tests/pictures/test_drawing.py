@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,6 +14,8 @@ from tests.pictures.sample import chart, step_of
 from tiered_mem.pictures.drawing import draw
 from tiered_mem.pictures.timeline import Timeline
 from tiered_mem.trace.records import FileMove, Levels
+
+BUDGET_LINE = re.compile(r'style="[^"]*stroke-dasharray[^"]*stroke: #b5301c')
 
 
 def texts(path: Path) -> list[str]:
@@ -44,6 +47,7 @@ def test_an_svg_has_all_labels(tmp_path: Path) -> None:
     ):
         assert label in found
     assert "none" not in found
+    assert BUDGET_LINE.search((tmp_path / "step.svg").read_text())
 
 
 def test_a_png_is_an_image(tmp_path: Path) -> None:
@@ -63,6 +67,7 @@ def test_what_was_not_recorded_is_not_drawn(tmp_path: Path) -> None:
     found = texts(tmp_path / "step.svg")
     assert "memory was not recorded" in found
     assert "disk writes" not in found
+    assert not BUDGET_LINE.search((tmp_path / "step.svg").read_text())
     assert not [text for text in found if "at most" in text or text.startswith("budget")]
     assert "Device memory was not recorded: torch counts none for this device." in " ".join(found)
 
