@@ -91,6 +91,14 @@ def test_all_that_the_manager_said_is_in_it() -> None:
     ]
 
 
+def test_of_many_steps_the_fastest_and_the_slowest_are_told() -> None:
+    many = [record for step in range(6) for record in step_of(step)]
+    parsed = Parsed(page(Timeline.of(chart(records=many)).last(6)))
+    told = list(zip(parsed.of("dt"), parsed.of("dd"), strict=True))
+    assert told[:2] == [("the fastest of 6 steps", "800.0 ms"), ("the slowest", "1000.0 ms")]
+    assert not [label for label, _ in told if label.startswith("step")]
+
+
 def test_what_is_not_in_the_trace_is_said() -> None:
     records = [record for record in step_of(0) if not isinstance(record, Levels | Wait | HostWait)]
     nothing: dict[str, Any] = {"device budget bytes": None, "summary": None, "report": None, "advice": None}

@@ -11,6 +11,9 @@ from ..sizes import format_seconds
 from .timeline import Timeline
 from .words import advice, missing, peaks, step_times, title, waits
 
+# More steps than that are told by the fastest and the slowest.
+_MOST_TILES = 4
+
 
 def page(timeline: Timeline) -> str:
     """The page. The data that its charts are drawn from by its script are the timeline's as_dict()."""
@@ -20,6 +23,9 @@ def page(timeline: Timeline) -> str:
         report = report[: labels.index("advice")]
     times = step_times(timeline)
     tiles = [(f"step {number}", format_seconds(t)) for number, t in enumerate(times, timeline.first_step)]
+    if len(tiles) > _MOST_TILES:
+        tiles = [(f"the fastest of {len(tiles)} steps", format_seconds(min(times)))]
+        tiles += [("the slowest", format_seconds(max(times)))]
     first, *longest = waits(timeline)
     helps = list(advice(timeline)) or ["nothing, as far as this trace tells."]
     parts = {
