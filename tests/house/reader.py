@@ -64,8 +64,8 @@ def main(results: Path, place: str, pages: list[str]) -> None:
 
 
 def import_what_pages_need() -> None:
-    """Once, before the forks."""
-    import torch  # noqa: F401
+    """Once, before the forks. Each first optimizer would else import torch's compiler."""
+    import torch._dynamo  # noqa: F401
 
     from tiered_mem import TieringManager, async_save_on_cpu  # noqa: F401
 
