@@ -87,6 +87,9 @@ pictures: setup ## draws README's pictures into docs/pictures, from dry runs: a 
 silicon: ## all that a machine with a device can tell, in nine minutes
 	$(PYTHON) -m benchmarks.silicon --device $(DEVICE) $(if $(SMALL),--small)
 
+hardware-page: ## docs/hardware.md, of the files of tiered-mem check in benchmarks/results/hardware/
+	$(PYTHON) -m benchmarks.hardware_page
+
 setup: emulator $(VENV)/.installed ## .venv with all that tests need
 
 emulator: compiler $(VENV)/.emulator
@@ -120,9 +123,9 @@ $(VENV)/.installed: $(VENV)/.emulator
 $(VENV)/.models: requirements/models.txt $(VENV)/.installed
 	$(call install,--no-deps --upgrade --target $(VENV)/models --requirement $<)
 
-clean: ## deletes .venv and the compiled emulator
+clean: ## deletes .venv, the site and the compiled emulator
 	$(MAKE) -C emulator clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) build/docs build/site
 
 .PHONY: help setup emulator compiler demo test test-schedules test-integrations models test-models mutants lint docs bench \
-        pictures silicon clean
+        pictures silicon hardware-page clean
