@@ -94,6 +94,7 @@ def test_a_training_is_planned(tmp_path: Path) -> None:
     assert found["report"]["budget"] == 1900 << 20  # and not what the script says
     assert found["report"]["measured_peak"] <= 1900 << 20
     budgets = [row["budget"] for row in found["sweep"]]
+    assert [row["budget_bytes"] for row in found["sweep"]] == budgets
     assert budgets == sorted(budgets)
     assert 1900 << 20 in budgets
     assert all(row["peak"] <= row["budget"] and row["least"] <= row["seconds"] for row in found["sweep"])

@@ -29,6 +29,8 @@ def test_a_drive_is_measured_and_nothing_stays(command: Command, tmp_path: Path)
     drive = found["drive"]
     assert (drive["path"], drive["filesystem"]) == (str(tmp_path), filesystem_of(tmp_path).name)
     assert drive["bytes"] == 40 << 20
+    assert drive["write_gb_per_s"] == drive["write"]
+    assert drive["latency_seconds"] == drive["latency"]
     assert drive["checksum"] == checksum_by_name(None).name
     assert drive["free_bytes"] > 40 << 20
     assert min(drive[name] for name in ("write", "read", "both", "checksum_speed")) > 0

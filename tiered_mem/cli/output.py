@@ -46,6 +46,14 @@ def write_json(result: Mapping[str, object], path: Path | None = None) -> None:
         path.write_text(text)
 
 
+def with_units(found: Mapping[str, object], units: Mapping[str, str]) -> dict[str, object]:
+    """What was found, and once more by names that end in their units, which the names from before lack.
+
+    units: by the names that lack them, such as {"write": "gb_per_s"}.
+    """
+    return {**found, **{f"{name}_{unit}": found[name] for name, unit in units.items() if name in found}}
+
+
 def table(title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]) -> Table:
     """A table. columns: for each name, whether the column holds numbers."""
     from rich.table import Table

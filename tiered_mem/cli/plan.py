@@ -27,7 +27,7 @@ from ..policies.planning import BudgetTooSmall, Link, Profile, plan
 from ..policies.planning.disk_and_states import StatesShare, explained
 from ..rehearsal import MOST, VARIABLE, Wish
 from ..sizes import format_bytes, format_seconds, parse_bytes
-from .output import console, plain, size, table, write_json
+from .output import console, plain, size, table, with_units, write_json
 from .sweep import BudgetRow, Sweep, ways_of
 
 _EMULATOR = "ascend_emulator"
@@ -35,6 +35,10 @@ _EMULATOR = "ascend_emulator"
 _FRAGMENTS = 0.04
 # Of a device that has room for everything: nothing is behind the memory of a dry run.
 _AMPLE = 1 << 42
+_UNITS = {
+    **dict.fromkeys(("budget", "peak", "moved", "states_kept"), "bytes"),
+    **dict.fromkeys(("waits", "least", "plain", "checkpointed", "moving"), "seconds"),
+}
 _NEEDED = (
     "It has to train at least 3 steps: the first is recorded, and one that went by the plan is measured when the "
     'next begins; with residency="auto" it takes one or two more, and to try how layers are computed again five'
@@ -88,7 +92,8 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         _draw(plans, options)
     if options.json:
-        write_json({"problem": problem, "report": report, "sweep": [each.as_dict() for each in plans]})
+        rows = [with_units(each.as_dict(), _UNITS) for each in plans]
+        write_json({"problem": problem, "report": report, "sweep": rows})
     else:
         _show(problem or text, plans, options, fits=not problem)
         if ample["undecided"]:

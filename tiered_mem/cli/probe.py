@@ -30,7 +30,7 @@ from ..spill.folder import owners
 from ..spill.record_io import checksum_by_name
 from ..tiers.measure import measured_link, measured_tier, room_for
 from .inspect import ask
-from .output import byte_bar, console, plain, size, table, write_json
+from .output import byte_bar, console, plain, size, table, with_units, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +46,11 @@ _CHECKSUM_BYTES = 64 << 20
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _WITHOUT = "So `import torch` fails here, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set"
 _NOT_ASKED = "it was not asked for"
+_UNITS = {
+    **dict.fromkeys(("to_device", "from_device", "both", "write", "read", "checksum_speed"), "gb_per_s"),
+    "latency": "seconds",
+    "alignment": "bytes",
+}
 _COLUMNS = {"": False, "what was found": False}
 
 
@@ -67,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
         drive = _drive(path, options.bytes, lambda nbytes: bar.advance(task, nbytes))
     if options.json:
         about_drive = {"path": str(path), **drive, "bytes": options.bytes}
-        write_json({"link": link or {"problem": why}, "broken_backends": broken, "drive": about_drive})
+        about_link = with_units(link, _UNITS) if link else {"problem": why}
+        write_json({"link": about_link, "broken_backends": broken, "drive": with_units(about_drive, _UNITS)})
     else:
         screen = console()
         for name, problem in broken.items():

@@ -81,9 +81,13 @@ REENTRANT_CHECKPOINT = f"{_found('utils.checkpoint.CheckpointFunction').__name__
 innermost_transform: Callable[[], object | None] = _found("_C._functorch.peek_interpreter_stack")
 is_of_transform: Callable[[torch.Tensor], bool] = _found("_C._functorch.is_functorch_wrapped_tensor")
 is_jit_tracing: Callable[[], bool] = _found("_C._is_tracing")
-_found("fx._symbolic_trace._is_fx_tracing_flag")
+is_fx_tracing: Callable[[], bool]
+if hasattr(torch.fx._symbolic_trace, "_get_is_fx_tracing"):  # since torch 2.14
+    is_fx_tracing = _found("fx._symbolic_trace._get_is_fx_tracing")
+else:
+    _found("fx._symbolic_trace._is_fx_tracing_flag")
+    is_fx_tracing = partial(getattr, torch.fx._symbolic_trace, "_is_fx_tracing_flag")
 _found("autograd.forward_ad._current_level")
-is_fx_tracing = cast(Callable[[], bool], partial(getattr, torch.fx._symbolic_trace, "_is_fx_tracing_flag"))
 forward_mode_level = cast(Callable[[], int], partial(getattr, forward_ad, "_current_level"))
 
 # A number that names a storage while it lives. By it torch tells how many have the storage; and how many a tensor.
