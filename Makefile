@@ -60,9 +60,8 @@ lint: setup ## ruff and mypy
 # The documents lie beside the code, and mkdocs wants them in a folder of their own. Warnings are errors.
 docs: $(VENV)/docs/.installed ## the documents as a site in build/site: half a minute
 	@rm -rf build/docs && mkdir -p build/docs
-	@cp -r --parents README.md CONTRIBUTING.md CHANGELOG.md docs emulator/README.md emulator/CHANGELOG.md emulator/docs \
-	  build/docs
-	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet --strict
+	@cp -r --parents *.md docs emulator/*.md emulator/docs build/docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 	@echo 'docs: $(PYTHON) -m http.server --directory build/site shows them, with the search, on http://localhost:8000'
 
 $(VENV)/docs/.installed: requirements/docs.txt

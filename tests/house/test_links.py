@@ -45,3 +45,9 @@ def test_each_page_is_in_the_index() -> None:
     for page in set(DOCS.rglob("*.md")) - {DOCS / "index.md"}:
         index = (page.parent.parent if page.name == "index.md" else page.parent) / "index.md"
         assert f"({page.relative_to(index.parent)}" in index.read_text(), f"{page} is not in {index}"
+
+
+def test_each_page_is_in_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = [str(page.relative_to(ROOT)) for page in PAGES]
+    assert [page for page in pages if page not in navigation] == []
