@@ -1,9 +1,9 @@
 """Everything that is to be known of a machine with a device, by one command, within nine minutes: `make silicon`.
 
-Runs the tests that use the device, and the benchmarks, each in a process of its own with a time limit, and writes
-one JSON file with every figure. It needs torch and what tiered_mem needs, and no network, no emulator, no
-installation: run it in the checkout. What needs a package that is not installed, or what runs out of time, is
-written down as such. Time that one part leaves over is the next ones'.
+Runs `tiered-mem check`, the tests that use the device, and the benchmarks, each in a process of its own with a time
+limit, and writes one JSON file with every figure. It needs torch and what tiered_mem needs, and no network, no
+emulator, no installation: run it in the checkout. What needs a package that is not installed, or what runs out of
+time, is written down as such. Time that one part leaves over is the next ones'.
 
     python -m benchmarks.silicon --device cuda
     python -m benchmarks.silicon --device cpu --small     # a look at the program itself
@@ -43,13 +43,17 @@ _OF_PYTEST = ("pytest.PytestUnraisableExceptionWarning", "pytest.PytestUnhandled
 
 @dataclass(frozen=True)
 class Part:
-    """arguments: of python. share: of the time. needs: packages. on_cpu: whether it means something there."""
+    """arguments: of python. share: of the time. needs: packages. on_cpu: whether it means something there.
+
+    output: the option that names the file for its figures.
+    """
 
     name: str
     arguments: tuple[str, ...]
     share: int
     needs: tuple[str, ...] = PRODUCT
     on_cpu: bool = True
+    output: str = "--json"
 
     @property
     def tests(self) -> bool:
@@ -101,7 +105,9 @@ def parts(kind: str, small: bool) -> list[Part]:
             tests_of("phases", 25, *files("phases", "module_phase_contents")),
             tests_of("traces", 15, *files("trace", "trace_files")),
         ]
+    check = ("-m", "tiered_mem", "check", *device, *(("--quick",) if small else ()))
     return [
+        Part("tiered-mem check", check, 60, needs=rich, output="-o"),
         Part("llama_step", ("-m", "benchmarks.llama_step", *device, *quick), 90),
         benchmark("link_speed", 30, "--size", "4MiB", "--rounds", "3"),
         *tests,
@@ -165,7 +171,7 @@ def run(part: Part, kind: str, environment: dict[str, str], limit: float) -> dic
         return told | {"outcome": "not run", "why": why}
     with tempfile.TemporaryDirectory(prefix="silicon-") as folder:
         found = Path(folder) / "found.json"
-        arguments = [*part.arguments, "--outcomes" if part.tests else "--json", str(found)]
+        arguments = [*part.arguments, "--outcomes" if part.tests else part.output, str(found)]
         with (Path(folder) / "log").open("w+") as log:
             began = time.monotonic()
             temporary = environment | {"TMPDIR": folder}

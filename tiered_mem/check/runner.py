@@ -63,6 +63,11 @@ class Runner:
             raise
 
     @property
+    def pid(self) -> int | None:
+        """The process in which checks run now."""
+        return None if self._worker is None else self._worker.pid
+
+    @property
     def names(self) -> list[str]:
         return [check["name"] for check in self._checks]
 
@@ -138,6 +143,10 @@ class _Worker:
         finally:
             os.close(theirs)
         self._heard = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, name: str, limit: float) -> dict[str, Any]:
         """Raises TimeoutError, or EOFError where the process has died."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from .outcome import Check, Outcome, not_applicable
 
 _LIBRARIES = ("libascendcl.so", "libcuda.so")
 _LETTERS = 500
+_LOOKS_EACH_S = 0.5
 
 
 def serve(arguments: Mapping[str, Any], requests: IO[str], answers: IO[str], files: Files | None = None) -> None:
@@ -34,6 +36,7 @@ def serve(arguments: Mapping[str, Any], requests: IO[str], answers: IO[str], fil
         answers.write(json.dumps(what) + "\n")
         answers.flush()
 
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         device = Device(arguments["device"])
     except (DeviceUnavailable, ValueError) as error:
@@ -101,6 +104,13 @@ def _runtime() -> str | None:
         paths = {Path(line.split(maxsplit=5)[5].strip()) for line in maps if len(line.split(maxsplit=5)) == 6}
     found = sorted(path for path in paths if path.name.startswith(_LIBRARIES))
     return "/".join(found[0].parts[-4:]) if found else None
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent is gone, which may have been killed while a check hung."""
+    while os.getppid() == parent:
+        time.sleep(_LOOKS_EACH_S)
+    os._exit(1)
 
 
 def main(arguments: list[str]) -> int:
