@@ -75,7 +75,7 @@ def programs_of(page: Path) -> list[Block]:
 
 
 def place_of(program: Block) -> str:
-    """ "cpu", "emulator", "ranks", or "nowhere" for one with a framework that is not there."""
+    """Where it runs: "cpu", "emulator" or "ranks". "nowhere" is for a framework that is not there."""
     if absent_in(program):
         return "nowhere"
     if str(program.page) in RANKS:
