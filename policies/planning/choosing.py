@@ -102,7 +102,10 @@ class _Search:
         plans = _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks)))
         found = min([self._descend(point, self._planned, [1], plans) for point in begun], key=self._planned)
         if self._failed is not None and self._planned(found) == inf:
-            raise self._failed
+            try:
+                raise self._failed
+            finally:
+                self._failed = None
         return Chosen(self._choice(found), found.kept, self._planned(found), self._planned(before))
 
     def _seeds(self) -> Iterator[_Point]:
@@ -160,7 +163,7 @@ class _Search:
                 made = plan(step.profile, self._budget - point.kept, self._link, attempts=self._attempts)
                 self._exact[point] = made.seconds + self._crossing(point)
             except BudgetTooSmall as error:
-                self._failed = error
+                self._failed = error.with_traceback(None)  # whose frames have all that is under way, and this
                 self._exact[point] = inf
         return self._exact[point]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +135,28 @@ def test_no_choice_helps_below_the_floor() -> None:
     model = decoder(4)
     with pytest.raises(BudgetTooSmall):
         chosen(model, 1 << 20, SLOW)
+
+
+def test_what_does_not_fit_keeps_nothing_alive() -> None:
+    """An error has the frames that it passed, and with them the tensors of a step that is under way."""
+    model = decoder(4)
+
+    class UnderWay:
+        pass
+
+    def looks() -> weakref.ref[UnderWay]:
+        under_way = UnderWay()
+        for budget in (1, budget_between(model.recorded().profile, 0.01)):
+            with suppress(BudgetTooSmall):
+                chosen(model, budget, SLOW)
+        return weakref.ref(under_way)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert looks()() is None
+    finally:
+        gc.enable()
 
 
 def test_another_choice_is_compared_with_the_one_that_there_is() -> None:
