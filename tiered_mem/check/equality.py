@@ -67,7 +67,8 @@ def _offload(bench: Bench) -> Outcome:
 def _auto(bench: Bench) -> Outcome:
     plain, refusals = bench.plain, []
     for share in _BUDGETS:
-        budget = bench.device.memory()[0] + plain.resident + int(share * (plain.peak - plain.resident))
+        before = bench.device.memory()[0]
+        budget = before + plain.resident + int(share * (plain.peak - plain.resident))
         try:
             with _manager(bench, policy="auto", device_budget=budget) as manager:
                 trained = train(bench.device, bench.steps, forward=manager.offload_context)
@@ -75,9 +76,18 @@ def _auto(bench: Bench) -> Outcome:
         except BudgetTooSmall as error:
             refusals.append(str(error).split(";")[0])
             continue
-        outcome = _compared(bench, trained, moved, f"moved, of a budget of {format_bytes(budget)}")
-        outcome.figures["budget"] = (budget / 2**20, "MiB")
-        return outcome
+        figures = {
+            "budget": (budget / 2**20, "MiB"),
+            "peak": ((before + trained.peak) / 2**20, "MiB"),
+            "plain_peak": ((before + plain.peak) / 2**20, "MiB"),
+            "moved": (moved / 2**20, "MiB"),
+        }
+        took = f"{format_bytes(before + trained.peak)} of a budget of {format_bytes(budget)}"
+        if difference := plain.difference(trained):
+            return failed(difference, **figures)
+        if before + trained.peak > budget:
+            return failed(f"the numbers are right, but the last step took {took}", **figures)
+        return passed(f"{bench.steps} steps are equal to the bit; the last one took {took}", **figures)
     return not_applicable(f"the model is too small for a budget here: {refusals[-1]}")
 
 

@@ -57,7 +57,7 @@ def serve(arguments: Mapping[str, Any], requests: IO[str], answers: IO[str], fil
     bench = Bench(device, Path(arguments["folder"]), quick=arguments["quick"], files=files)
     for line in requests:
         began = time.monotonic()
-        found = _found(checks[line.strip()], bench)
+        found = outcome_of(checks[line.strip()], bench)
         answer(
             verdict=found.verdict,
             reason=found.reason,
@@ -66,7 +66,8 @@ def serve(arguments: Mapping[str, Any], requests: IO[str], answers: IO[str], fil
         )
 
 
-def _found(check: Check, bench: Bench) -> Outcome:
+def outcome_of(check: Check, bench: Bench) -> Outcome:
+    """What a check finds, whatever it raises."""
     if bench.device.kind == "cpu" and check.on_cpu:
         return not_applicable(check.on_cpu)
     try:
