@@ -167,7 +167,7 @@ class Rehearsal(PlannedPolicy):
             self._rested = self._began == self._resting()
             self._wait()
         elif isinstance(event, StepMeasured):
-            self._step_measured(event.step)
+            self._step_measured()
         return actions
 
     def _step_begins(self, number: int) -> None:
@@ -178,13 +178,13 @@ class Rehearsal(PlannedPolicy):
             self._write(missing="no step was measured: that is done when the next one begins")
         self._write(steps=number + 1)
 
-    def _step_measured(self, number: int) -> None:
+    def _step_measured(self) -> None:
         report = self.report()
         missing = ""
         if not self._rested:
             there, total = format_bytes(self.states.kept), format_bytes(self.states.total)
             missing = f"optimizer states came to the device or left it in all of them: {there} of {total} are there"
-        elif report.step != number:
+        elif report.step is None:
             missing = "no step that goes by a plan was measured: the first is recorded, those like it are planned"
         self._settled |= not missing and not self.account.undecided
         if self._found["missing"] or not missing:

@@ -48,6 +48,7 @@ DRIVES = {
     "ENOSPC": FailingFiles(Files(), "ENOSPC", after=0),
     "no end": NoEnd(),
     "death": Death(),
+    "no second start": FailingFiles(Files(), "EIO", after=0),
 }
 
 
@@ -60,5 +61,10 @@ if __name__ == "__main__":
     if fault == "lost hold":
         Ticket.hold = wait_for_nothing  # type: ignore[method-assign,assignment]
         fault = "none"
+    if fault == "no second start":
+        try:
+            (Path(json.loads(arguments)["folder"]) / "started").touch(exist_ok=False)
+        except FileExistsError:
+            sys.exit("the device does not answer")
     with os.fdopen(int(answers), "w") as file:
         serve(json.loads(arguments), sys.stdin, file, DRIVES[fault])

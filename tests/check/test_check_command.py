@@ -82,6 +82,7 @@ for line in runner.lines(lambda name: name == "records on the drive" and print(n
         (("--device", "cuda"), "torch.cuda.is_available() is False"),
         (("--dir", "/nowhere"), "/nowhere is no directory; give one on the drive to check by --dir"),
         (("--limit", "0"), "--limit must be 1 or more"),
+        (("-o", "/nowhere/found.json"), "/nowhere/found.json cannot be written: there is no such directory"),
     ],
 )
 def test_what_cannot_be_run(options: tuple[str, ...], words: str) -> None:

@@ -19,7 +19,7 @@ from ..errors import DeviceUnavailable
 
 # How long torch and the device may take to begin.
 _START_S = 180.0
-_TAIL = 300
+_LETTERS = 300
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Runner:
         command: Sequence[str] = (sys.executable, "-m", "tiered_mem.check"),
     ) -> None:
         self._limit = limit
+        self._gone = ""  # why no worker begins any more
         said = json.dumps({"device": device, "folder": folder, "quick": quick})
         self._start: Callable[[], _Worker] = lambda: _Worker([*command, said])
         self._worker: _Worker | None = self._start()
@@ -93,18 +94,29 @@ class Runner:
             self._worker = None
 
     def _run(self, name: str, subject: str) -> Line:
-        if self._worker is None:
-            self._worker = self._start()
-            self._begun(self._worker)
+        worker = self._worker or self._begun_anew()
+        if worker is None:
+            return Line(name, subject, "fail", self._gone)
         began = time.monotonic()
         try:
-            answer = self._worker.ask(name, self._limit)
+            answer = worker.ask(name, self._limit)
         except TimeoutError:
             reason = f"it did not end within {self._limit:g} s, and was killed"
             return Line(name, subject, "fail", reason, seconds=round(time.monotonic() - began, 3))
         except EOFError as error:
             return Line(name, subject, "fail", str(error), seconds=round(time.monotonic() - began, 3))
         return Line(name, subject, **answer)
+
+    def _begun_anew(self) -> _Worker | None:
+        """A worker after a failure. None where it does not begin, and then no other is started."""
+        if not self._gone:
+            self._worker = self._start()
+            try:
+                self._begun(self._worker)
+            except DeviceUnavailable as error:
+                self._gone = f"no process began after the failure before: {error}"
+                self.close()
+        return self._worker
 
     def _begun(self, worker: _Worker) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         try:
@@ -184,5 +196,5 @@ class _Worker:
         status = self._process.wait()
         how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         self._log.seek(0)
-        said = " ".join(self._log.read().split())[-_TAIL:]
-        return f"the process ended {how}: {said or 'it said nothing'}"
+        said = self._log.read().strip().splitlines() or ["it said nothing"]
+        return f"the process ended {how}: {said[-1][:_LETTERS]}"

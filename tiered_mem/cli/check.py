@@ -41,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(tempfile.gettempdir()) if options.dir is None else options.dir
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is no directory; give one on the drive to check by --dir")
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        raise NotADirectoryError(f"{options.output} cannot be written: there is no such directory")
     lines: list[Line] = []
     runner = Runner(device=options.device, folder=str(folder), quick=options.quick, limit=options.limit)
     with closing(runner), part_bar() as bar:
