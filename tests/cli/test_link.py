@@ -32,20 +32,30 @@ def test_the_link_is_measured(command: Command, tmp_path: Path, device: str) -> 
 def test_a_table_names_what_was_measured(command: Command, tmp_path: Path, device: str) -> None:
     done = command("probe", tmp_path, *ONLY, "--device", f"{device}:0")
     names = [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")]
-    assert names[:5] == ["host memory", "its address", "to the device", "from the device", "both at once"]
+    assert names[:7] == [
+        "to use",
+        'host_bytes="auto"',
+        "host memory",
+        "its address",
+        "to the device",
+        "from the device",
+        "both at once",
+    ]
     assert done.out.count("B/s") == 7
 
 
 @pytest.mark.skipif(not EMULATED, reason="fills the device")
+@pytest.mark.parametrize(("asked", "status"), [([], 0), (["--device", "npu:0"], 1)])
 def test_a_device_that_is_full_does_not_keep_the_drive_from_being_measured(
-    command: Command, tmp_path: Path, device_module: object
+    command: Command, tmp_path: Path, device_module: object, asked: list[str], status: int
 ) -> None:
     torch.npu.empty_cache()
     torch.npu.set_per_process_memory_fraction(0.01)
     try:
-        done = command("probe", tmp_path, *ONLY, "--json")
+        done = command("probe", tmp_path, *ONLY, "--json", *asked)
     finally:
         torch.npu.set_per_process_memory_fraction(1.0)
     found = json.loads(done.out)
     assert found["link"]["problem"].startswith("the device has no 128 MiB left: ")
     assert found["drive"]["write"] > 0
+    assert done.status == status

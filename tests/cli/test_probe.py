@@ -37,10 +37,27 @@ def test_a_drive_is_measured_and_nothing_stays(command: Command, tmp_path: Path)
     assert {"in_memory", "network", "direct_io", "alignment"} < set(drive)
 
 
+def test_host_memory_is_what_auto_goes_by(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERED_MEM_HOST_LIMIT", "64GiB")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    small = (*NO_LINK, "--bytes", "10KB")
+    found = json.loads(command("probe", tmp_path, *small, "--json").out)["host"]
+    assert found == {
+        "limit_bytes": 64 << 30,
+        "limited_by": "TIERED_MEM_HOST_LIMIT=64GiB in the environment",
+        "processes": 4,
+        "auto_bytes": 8 << 30,
+    }
+    table = command("probe", tmp_path, *small).out
+    assert "64.0 GiB for 4 processes together (LOCAL_WORLD_SIZE): TIERED_MEM_HOST_LIMIT=64GiB" in table
+
+
 def test_a_table_says_the_same(command: Command, tmp_path: Path) -> None:
     done = command("probe", tmp_path, *NO_LINK, "--bytes", "10KB")
     names = [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")]
-    assert names == ["file system", "left", "direct I/O", "write", "read", "both at once", "checksum"]
+    assert names[2:] == ["file system", "left", "direct I/O", "write", "read", "both at once", "checksum"]
     assert "The link to a device was not measured: it was not asked for." in done.out
 
 

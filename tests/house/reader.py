@@ -36,6 +36,7 @@ ABSENT = {
     "mindspeed_llm": "it is on no package index",
     "peft": "make test-integrations installs it",
     "swift": "make test-integrations installs it",
+    "tensorboard": "nothing here installs it",
     "torchtitan": "make test-integrations installs it",
     "trl": "make test-integrations installs it",
     "verl": "make test-integrations installs it",

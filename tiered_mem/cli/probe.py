@@ -1,8 +1,9 @@
 """Measure the link to the device, and a drive to spill to.
 
-Copies between the device, where there is one, and pinned host memory. Then writes and reads records of the disk
-tier in DIR, several times. Nothing stays behind. As every process that starts to spill in DIR, it removes what this
-user's dead processes have left there. The exit status is 1 if a backend that `import torch` loads does not load.
+How much host memory there is to take. Copies between the device, where there is one, and pinned host memory. Then
+writes and reads records of the disk tier in DIR, several times. Nothing stays behind. As every process that starts
+to spill in DIR, it removes what this user's dead processes have left there. The exit status is 1 if a backend that
+`import torch` loads does not load, or if the link to a device that was named could not be measured.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..spill.disk_tier import DiskTier
 from ..spill.filesystem import direct_io_alignment, filesystem_of, memory_at, pages
 from ..spill.folder import owners
 from ..spill.record_io import checksum_by_name
+from ..tiers.host_budget import host_budget, host_limit, local_processes
 from ..tiers.measure import measured_link, measured_tier, room_for
 from .inspect import ask
 from .output import byte_bar, console, plain, size, table, with_units, write_json
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     path = Path(tempfile.gettempdir()) if options.dir is None else options.dir
+    host = _host()
     link, why, broken = _link(options.device)
     with byte_bar() as bar:
         task = bar.add_task(f"writing and reading in {path}", total=(1 + 4 * _ROUNDS) * options.bytes)
@@ -73,13 +76,36 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         about_drive = {"path": str(path), **drive, "bytes": options.bytes}
         about_link = with_units(link, _UNITS) if link else {"problem": why}
-        write_json({"link": about_link, "broken_backends": broken, "drive": with_units(about_drive, _UNITS)})
+        about_drive = with_units(about_drive, _UNITS)
+        write_json({"host": host, "link": about_link, "broken_backends": broken, "drive": about_drive})
     else:
         screen = console()
         for name, problem in broken.items():
             screen.print(plain(f"torch's backend {name} does not load: {problem}. {_WITHOUT}"), soft_wrap=True)
+        _show_host(host, screen)
         _show(link, why, drive, f"{path}, {format_bytes(options.bytes)} at a time", screen)
-    return 1 if broken else 0
+    return 1 if broken or (link is None and options.device not in (None, "cpu")) else 0
+
+
+def _host() -> Found:
+    """What host_bytes="auto" goes by. Raises ValueError where a variable of the environment is none that can be."""
+    limit, processes = host_limit(), local_processes()
+    return {
+        "limit_bytes": limit.nbytes,
+        "limited_by": limit.source,
+        "processes": processes,
+        "auto_bytes": host_budget("auto", limits=[limit], processes=processes),
+    }
+
+
+def _show_host(host: Found, screen: Console) -> None:
+    count = host["processes"]
+    whose = "1 process" if count == 1 else f"{count} processes together (LOCAL_WORLD_SIZE)"
+    rows = [
+        ("to use", f"{format_bytes(host['limit_bytes'])} for {whose}: {host['limited_by']}"),
+        ('host_bytes="auto"', format_bytes(host["auto_bytes"])),
+    ]
+    screen.print(table("host memory", _COLUMNS, rows))
 
 
 def _link(asked: str | None) -> tuple[Found | None, str, dict[str, str]]:
