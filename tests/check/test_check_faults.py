@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -116,12 +117,13 @@ DRIVES = {
 
 
 @pytest.mark.parametrize("fault", DRIVES)
-def test_a_fault_of_the_drive(check_with_faults: Callable[..., Lines], fault: str) -> None:
+def test_a_fault_of_the_drive(check_with_faults: Callable[..., Lines], fault: str, tmp_path: Path) -> None:
     lines = check_with_faults(fault, "cpu", limit=10 if fault == "no end" else 60)
     assert re.search(DRIVES[fault], lines.only_failed("records on the drive"))
     resting = {name for name, line in lines.items() if line.verdict == "not run"}
     assert {"damage is found", "disk spill", "optimizer on disk"} <= resting
     assert lines["offload"].verdict == "pass"
+    assert list(tmp_path.rglob("*")) == [], "what was killed has left it"
 
 
 def test_a_device_that_does_not_begin_again(check_with_faults: Callable[..., Lines]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import DeviceUnavailable
+from ..spill.folder import sweep
 
 # How long torch and the device may take to begin.
 _START_S = 180.0
@@ -52,6 +53,7 @@ class Runner:
         limit: float,
         command: Sequence[str] = (sys.executable, "-m", "tiered_mem.check"),
     ) -> None:
+        self._folder = folder
         self._limit = limit
         self._gone = ""  # why no worker begins any more
         said = json.dumps({"device": device, "folder": folder, "quick": quick})
@@ -89,9 +91,12 @@ class Runner:
             yield line
 
     def close(self) -> None:
+        """Ends the process, and removes what it, and other dead ones of this user, have left on the drive."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+            with contextlib.suppress(OSError):  # of a directory that is refused; its checks have told
+                sweep(self._folder)
 
     def _run(self, name: str, subject: str) -> Line:
         worker = self._worker or self._begun_anew()
