@@ -23,7 +23,7 @@ OF_TORCH = {
     *OPTIMIZER_HOOKS,
 }
 # Of the standard library, and of a framework whose class an integration derives from.
-OF_OTHERS = {"_getframe", "_name", "_replace", "_build_model_optimizer"}
+OF_OTHERS = {"_exit", "_getframe", "_name", "_replace", "_build_model_optimizer"}
 
 
 def is_private(name: str) -> bool:
