@@ -329,7 +329,7 @@ class PlannedPolicy(Policy):
             self._grown.append(self._repertoire.grow(step.known, step.variant, step.recording))
         reserve = int(_RESERVE * self._budget)
         if len(self._grown) == _VARYING:
-            reserve = min(reserve, max(int(_LEAST_RESERVE * self._budget), max(self._grown) * 3 // 2))
+            reserve = min(reserve, max(int(_LEAST_RESERVE * self._budget), max(self._grown) * 2))
         if reserve != self._reserve:
             self._reserve = reserve
             self._leave_out(self._given - self._budget)

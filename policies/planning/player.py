@@ -27,8 +27,8 @@ from ..base import (
 from ..lru import LRUPolicy
 from ..places import ON_DEVICE, Place, Placed, Places
 from .recording import Name, Repetition, Script
-from .repertoire import COMPARED, Repertoire, Table
-from .step import TRIED, Rest, StepUnderWay
+from .repertoire import COMPARED, TRIED, Repertoire, Table
+from .step import Rest, StepUnderWay
 
 _FETCHED_AHEAD = 8
 # Of what a step takes, the room beyond that must be at least this part if nobody is to look.

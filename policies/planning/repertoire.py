@@ -21,6 +21,8 @@ _log = logging.getLogger("tiered_mem.policies")
 _KEPT = 4
 # Lengths are planned for in steps of this share of the recorded one.
 _GRID = 128
+# This part of the room is left free where layers are treated in a new way, and no step of that kind was recorded.
+TRIED = 100
 # So many blocks show of which kind a step is.
 COMPARED = 8
 # Of new seconds in the mean of them and the old.
@@ -226,7 +228,7 @@ class Repertoire:
         if made is None:
             profile = known.profile if variant == _RECORDED else known.profile.scaled(*variant)
             try:
-                first = self._plan(profile)
+                first = self._plan(profile, spare=self.room // TRIED if known.stitched else 0)
             except BudgetTooSmall as error:
                 # In no variable: an error that is raised here would keep all that is under way, and itself.
                 if strict:
@@ -308,7 +310,8 @@ class Repertoire:
         for known in self._known:
             known.tables.clear()
 
-    def _plan(self, profile: Profile) -> Plan:
+    def _plan(self, profile: Profile, spare: int) -> Plan:
+        """spare: bytes to leave free where there is a plan without them. What nobody has measured may take more."""
         states = self.states
         if states.total and states.target != 0:
             keep = self._to_keep(profile)
@@ -316,9 +319,9 @@ class Repertoire:
                 states.target = keep
                 self.replan()
         try:
-            return self._within(profile, self.room - states.planned)
+            return self._within(profile, self.room - states.planned - spare)
         except BudgetTooSmall:
-            if not self._margin:
+            if not self._margin and not spare:
                 raise
         return self._within(profile, self.budget - states.planned)
 

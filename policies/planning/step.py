@@ -24,9 +24,6 @@ from .recording import Name, Recording, Repetition, StepNames, Transcript
 from .repertoire import COMPARED, Known, Table, Variant
 from .stitching import Choice
 
-# This part of the room is left free where layers are treated in a new way, and another step is all that is known.
-TRIED = 100
-
 
 @dataclass
 class StepUnderWay:

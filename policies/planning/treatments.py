@@ -10,8 +10,8 @@ from math import inf
 from ..base import How, LayerBegin, LayerEnd, Recomputed
 from .choosing import choose
 from .profile import BudgetTooSmall
-from .repertoire import Known, Repertoire, Variant
-from .step import TRIED, StepUnderWay
+from .repertoire import TRIED, Known, Repertoire, Variant
+from .step import StepUnderWay
 from .stitching import Backward, Choice, RecordedStep, Way, Ways
 from .treated import Tried
 
