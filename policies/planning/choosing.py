@@ -98,15 +98,22 @@ class _Search:
         sizes = _halves(len(self._groups))
         begun = [self._descend(min(seeds, key=guess), guess, sizes) for guess in guesses]
         before = min(points, key=guesses[0])
-        begun[0] = min(begun[0], before, key=self._planned)
         plans = _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks)))
-        found = min([self._descend(point, self._planned, [1], plans) for point in begun], key=self._planned)
+        if plans:
+            begun[0] = min(begun[0], before, key=self._planned)
+            found = min([self._descend(point, self._planned, [1], plans) for point in begun], key=self._planned)
+        else:
+            found = min(begun[0], before, key=guesses[0])
+            found = before if self._planned(found) == inf else found
         if self._failed is not None and self._planned(found) == inf:
             try:
                 raise self._failed
             finally:
                 self._failed = None
-        return Chosen(self._choice(found), found.kept, self._planned(found), self._planned(before))
+        seconds = self._planned(found)
+        # Of very many blocks there is time for one plan, and what was is known by the estimates.
+        was = self._planned(before) if plans else seconds * guesses[0](before) / guesses[0](found)
+        return Chosen(self._choice(found), found.kept, seconds, was)
 
     def _seeds(self) -> Iterator[_Point]:
         """Points all over: the first groups are "full", those after them "cheap", and the last keep all."""

@@ -10,6 +10,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,10 @@ from tests.policies.simulated.random_steps import LINK
 from tests.policies.simulated.steps import budget_between
 from tests.policies.simulated.treated import WAYS, Model, decoder, small_model
 from tiered_mem.policies.base import How
-from tiered_mem.policies.planning import BudgetTooSmall, Link, plan
+from tiered_mem.policies.planning import BudgetTooSmall, Link, choosing, plan
 from tiered_mem.policies.planning.choosing import Chosen, choose
 from tiered_mem.policies.planning.disk_and_states import StatesShare
+from tiered_mem.policies.planning.profile import Plan, Profile
 from tiered_mem.policies.planning.stitching import Ways
 
 SLOW = Link(10e9, 10e9, 1.0, 5e-6)
@@ -173,3 +175,24 @@ def test_many_layers_are_looked_at_in_groups() -> None:
     budget = budget_between(model.recorded().profile, 0.3)
     found = chosen(model, budget, SLOW)
     assert found.seconds < 1.1 * model.recorded().profile.compute < found.before
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_of_very_many_blocks_one_plan_is_made_and_what_there_was_is_estimated(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = []
+
+    def counted(profile: Profile, *arguments: Any, **settings: Any) -> Plan:
+        planned.append(plan(profile, *arguments, **settings))
+        return planned[-1]
+
+    monkeypatch.setattr(choosing, "plan", counted)
+    model = decoder(1100)
+    budget = budget_between(model.recorded().profile, share)
+    found = chosen(model, budget, SLOW)
+    assert len(model.recorded().profile.nbytes) > 4000
+    assert [each.seconds for each in planned] == [found.seconds]
+    plain = plan(model.recorded().profile, budget, SLOW, attempts=1).seconds
+    assert found.seconds < 0.95 * plain
+    assert found.before == pytest.approx(plain, rel=0.1)
