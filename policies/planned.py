@@ -84,8 +84,8 @@ class PlannedPolicy(Policy):
     The first step runs under LRUPolicy, is recorded, and measured. From then on each step plays a plan made from
     the record: which blocks leave, before which event each is released, and at which it is reloaded. Steps of
     other lengths have plans of their own, scaled from the same record; one with other events is recorded too.
-    Where a step does not go as planned, what is leaving is released early, and then the oldest blocks leave: that
-    costs time and keeps the budget.
+    Where a step does not go as planned, what is leaving is released early, and then the blocks leave that are used
+    last: that costs time and keeps the budget.
 
     Once a step is measured, `decide` raises BudgetTooSmall where no plan can keep the budget.
 

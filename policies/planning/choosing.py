@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise, permutations, product, repeat
@@ -69,6 +69,9 @@ class _Point(NamedTuple):
     kept: int
 
 
+_Cost = Callable[[_Point], float]
+
+
 class _Search:
     def __init__(self, ways: Ways, budget: int, link: Link, states: StatesShare, layers: Sequence[int]) -> None:
         self._ways = ways
@@ -101,7 +104,8 @@ class _Search:
         plans = _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks)))
         if plans:
             begun[0] = min(begun[0], before, key=self._planned)
-            found = min([self._descend(point, self._planned, [1], plans) for point in begun], key=self._planned)
+            polished = [self._polish(*each, plans) for each in zip(begun, guesses, strict=True)]
+            found = min(polished, key=self._planned)
         else:
             found = min(begun[0], before, key=guesses[0])
             found = before if self._planned(found) == inf else found
@@ -129,23 +133,26 @@ class _Search:
                 for kept in {0, self._room // 2, self._room}:
                     yield _Point(ways, kept)
 
-    def _descend(
-        self, point: _Point, cost: Callable[[_Point], float], sizes: Sequence[int], most: float = inf
-    ) -> _Point:
-        """Goes from a point to better ones near it, in steps of these sizes, and looks at so many at most."""
-        least = cost(point)
+    def _descend(self, point: _Point, guess: _Cost, sizes: Sequence[int]) -> _Point:
+        """Goes from a point to better ones near it, in steps of these sizes."""
         for size in sizes:
-            better = True
-            while better:
-                better = False
-                for other in self._near(point, size):
-                    if most <= 0:
-                        return point
-                    most -= 1
-                    if (seconds := cost(other)) < least * (1 - _SAME):
-                        point, least, better = other, seconds, True
-                        break
+            while (better := self._better(point, guess, self._near(point, size))) is not None:
+                point = better
         return point
+
+    def _polish(self, point: _Point, guess: _Cost, most: int) -> _Point:
+        """The same by plans, of which it makes so many at most, for what is guessed to be the best."""
+        while True:
+            near = sorted(dict.fromkeys(self._near(point, 1)), key=guess)[:most]
+            better = self._better(point, self._planned, near)
+            if better is None:
+                return point
+            point, most = better, most - near.index(better) - 1
+
+    def _better(self, point: _Point, cost: _Cost, others: Iterable[_Point]) -> _Point | None:
+        """The first of the others that costs less."""
+        most = cost(point) * (1 - _SAME)
+        return next((other for other in others if cost(other) < most), None)
 
     def _near(self, point: _Point, size: int) -> Iterator[_Point]:
         """Points in which so many groups are treated otherwise, or as large a part of the states stays or goes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from math import inf
 from typing import Any
@@ -249,7 +249,7 @@ class Player:
             return actions + self._guard(self._beside, event, shadow)
         if advice := step.table.actions(name, step.names):
             actions += shadow.follow([each for each in advice if type(each) is not Reload])
-            step.returning += [each.key for each in advice if type(each) is Reload]
+            step.bring_back(each.key for each in advice if type(each) is Reload)
         if step.table.knows(name) or step.planned is None:
             step.planned = name, others or 0
         if others is not None:
@@ -308,7 +308,14 @@ class Player:
             return []
         in_use = {event.key} if isinstance(event, Used) else set()
         before = shadow.resident
-        actions = shadow.free(over, in_use if step is None else in_use.union(step.in_use, step.held))
+        if step is not None:
+            in_use = in_use.union(step.in_use, step.held)
+        if step is not None and step.on_course:
+            actions = shadow.free(over, in_use, step.use)
+            sent = [each.key for each in actions if type(each) is Offload]
+            step.bring_back(key for key in sent if step.use(key) < inf)
+        else:
+            actions = shadow.free(over, in_use)
         self._missing = max(0, over - before + shadow.resident)
         return actions
 
@@ -392,19 +399,23 @@ class Shadow:
                 done.append(action)
         return done
 
-    def free(self, nbytes: int, keep: Collection[int]) -> list[Action]:
+    def free(self, nbytes: int, keep: Collection[int], use: Callable[[int], float] | None = None) -> list[Action]:
         """Gives up so many bytes of the device, if there are as many, beside those to keep.
 
-        What is leaving goes first, and then what was saved first.
+        What is leaving goes first, in the order of its saves. Of the rest it is what is used last, as far as `use`
+        says when a block is used, and else what was saved first.
         """
         actions: list[Action] = []
         for place in (Place.LEAVING, Place.DEVICE):
-            for key, block in self._places.by_key.items():
+            blocks = list(self._places.by_key.values())
+            if use is not None and place is Place.DEVICE:
+                blocks.sort(key=lambda block: use(block.key), reverse=True)
+            for block in blocks:
                 if nbytes <= 0:
                     return actions
-                if key not in keep and not block.stuck and self._now(block)[0] is place:
+                if block.key not in keep and not block.stuck and self._now(block)[0] is place:
                     nbytes -= block.nbytes
-                    actions += self.follow([Offload(key), Release(key)])
+                    actions += self.follow([Offload(block.key), Release(block.key)])
         return actions
 
     def at(self, place: Place) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import ceil, inf
@@ -377,9 +377,13 @@ class Table:
     script: Script | None = field(default=None, init=False)
     recording: Recording | None = field(default=None, init=False)
     _place: dict[Name, int] = field(init=False)
-    # The bytes of the step's blocks at each position, and of all from each block's reload to its use at most.
+    _number: dict[Name, int] = field(init=False)
+    # The bytes of the step's blocks and of all at each position, and of all from each block's reload to its use at
+    # most.
     _own: Sequence[int] = field(init=False)
+    _memory: Sequence[int] = field(init=False)
     _highest: Sequence[int] = field(init=False)
+    _reload: Mapping[int, int] = field(init=False)
     _steps: dict[Name, list[Step]] = field(init=False)
     _position: dict[Name, int] = field(init=False)
 
@@ -410,13 +414,14 @@ class Table:
                 change[plan.release[b]] -= nbytes
                 change[reload[b]] += nbytes
         own = list(accumulate(change))
-        memory = [*map(int.__add__, own, profile.unmovable), 0]
+        self._own, self._memory = own, [*map(int.__add__, own, profile.unmovable), 0]
         last = accumulate((profile.used[b] for b in in_order), max)
         windows = zip((reload[b] for b in in_order), last, strict=True)
-        self._own = own
-        self._highest = _maxima(memory, windows)
+        self._highest = _maxima(self._memory, windows)
+        self._reload = reload
         self.returns = [self.blocks[b] for b in in_order]
         self._place = {block: i for i, block in enumerate(self.returns)}
+        self._number = {block: b for b, block in enumerate(self.blocks)}
         self._steps = dict(steps)
         self._position = {name: k for k, name in enumerate(self.names)}
 
@@ -428,6 +433,14 @@ class Table:
     def place(self, block: Name | None) -> int:
         """Where it stands among `returns`; what does not leave by the plan comes last."""
         return len(self.returns) if block is None else self._place.get(block, len(self.returns))
+
+    def use(self, block: Name | None, after: Name) -> float:
+        """The position of a block's first use; infinite where the plan has none after an event."""
+        b = None if block is None else self._number.get(block)
+        if b is None:
+            return inf
+        use = self.profile.used[b]
+        return use if self._position.get(after, 0) <= use < self.profile.dropped[b] else inf
 
     def following(self, block: Name | None, count: int) -> Sequence[Name]:
         """The next to come back after a block."""
@@ -452,10 +465,14 @@ class Table:
         own: the bytes of the step's blocks on the device, with this one; others: all else, at the event.
         """
         k = self._position.get(event)
-        place = self.place(block)
-        if k is None or place == len(self.returns):
+        b = None if block is None else self._number.get(block)
+        if k is None or b is None:
             return own + others
-        return max(own + others, self._highest[place] + own - self._own[k] + self._more(k, others))
+        # What is later than planned, or was not to leave, must only fit from here on.
+        on_time = b in self._reload and k <= self._reload[b]
+        until = self.profile.used[b] + 1
+        highest = self._highest[self.place(block)] if on_time else max(self._memory[k:until], default=0)
+        return max(own + others, highest + own - self._own[k] + self._more(k, others))
 
     def _more(self, k: int, others: int) -> int:
         return others - (self.profile.standing[k] if self.profile.standing else 0)

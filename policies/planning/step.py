@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -85,6 +85,21 @@ class StepUnderWay:
         self._parted = False
         if self._settled:
             self.transcript = None
+
+    @property
+    def on_course(self) -> bool:
+        """Whether it has a plan, which had all that came so far."""
+        return self.table is not None and not self._parted
+
+    def use(self, key: int) -> float:
+        """When the plan uses a block from now on: the later, the higher; infinite where it does not."""
+        after = () if self.planned is None else self.planned[0]
+        return inf if self.table is None else self.table.use(self.names.block(key), after)
+
+    def bring_back(self, keys: Iterable[int]) -> None:
+        """The reload of these is due, each before those that are used later."""
+        if more := list(keys):
+            self.returning = deque(sorted([*self.returning, *more], key=self.use))
 
     @property
     def longer(self) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.policies.simulated.random_steps import LINK
-from tests.policies.simulated.steps import budget_between
+from tests.policies.simulated.random_steps import LINK, MIB
+from tests.policies.simulated.steps import Op, budget_between, one_forward_one_backward
 from tests.policies.simulated.treated import WAYS, Model, decoder, small_model
 from tiered_mem.policies.base import How
 from tiered_mem.policies.planning import BudgetTooSmall, Link, choosing, plan
@@ -175,6 +175,22 @@ def test_many_layers_are_looked_at_in_groups() -> None:
     budget = budget_between(model.recorded().profile, 0.3)
     found = chosen(model, budget, SLOW)
     assert found.seconds < 1.1 * model.recorded().profile.compute < found.before
+
+
+@pytest.mark.parametrize(("rate", "share"), [(10e9, 0.1), (3e9, 0.5)])
+def test_where_few_plans_can_be_made_they_are_of_what_promises_the_most(
+    rate: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dear = Op((2e-3, 4e-3), [32 * MIB], (8 * MIB, 8 * MIB))
+    cheap = Op((2e-4, 4e-4), [32 * MIB] * 2, (8 * MIB, 8 * MIB), dear=False)
+    model = Model([[dear, cheap, dear]] * 4, 8 * MIB, one_forward_one_backward(8, 4))
+    budget, link = budget_between(model.recorded().profile, share), Link(rate, rate)
+    best = min(
+        seconds(model, {n: way for n, way in enumerate(ways) if way is not None}, budget, link)
+        for ways in itertools.product(WAYS, repeat=4)
+    )
+    monkeypatch.setattr(choosing, "_EFFORT", 2 * choosing._ATTEMPTS * len(model.recorded().blocks))  # for one
+    assert chosen(model, budget, link).seconds < best * 1.01
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
