@@ -32,6 +32,8 @@ _ATTEMPTS = 3
 _IMPOSSIBLE = 1000
 # Of a step's time: what differs by less is the same. Then the one counts that computes less again.
 _SAME = 1e-4
+# What is better by this share is followed before the others near it have plans.
+_MUCH = 0.01
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,15 @@ class _Search:
         """The same by plans, of which it makes so many at most, for what is guessed to be the best."""
         while True:
             near = sorted(dict.fromkeys(self._near(point, 1)), key=guess)[:most]
-            better = self._better(point, self._planned, near)
-            if better is None:
+            much = self._better(point, self._planned, near, _MUCH)
+            best = min(near, key=self._planned, default=point) if much is None else much
+            if self._planned(best) >= self._planned(point) * (1 - _SAME):
                 return point
-            point, most = better, most - near.index(better) - 1
+            point, most = best, most - (len(near) if much is None else near.index(much) + 1)
 
-    def _better(self, point: _Point, cost: _Cost, others: Iterable[_Point]) -> _Point | None:
-        """The first of the others that costs less."""
-        most = cost(point) * (1 - _SAME)
+    def _better(self, point: _Point, cost: _Cost, others: Iterable[_Point], by: float = _SAME) -> _Point | None:
+        """The first of the others that costs less, by this share."""
+        most = cost(point) * (1 - by)
         return next((other for other in others if cost(other) < most), None)
 
     def _near(self, point: _Point, size: int) -> Iterator[_Point]:

@@ -435,12 +435,15 @@ class Table:
         return len(self.returns) if block is None else self._place.get(block, len(self.returns))
 
     def use(self, block: Name | None, after: Name) -> float:
-        """The position of a block's first use; infinite where the plan has none after an event."""
+        """The position of a block's next use after an event; infinite where the plan has none.
+
+        Of uses beyond the first it knows only that they come before the block's end: it may be at once.
+        """
         b = None if block is None else self._number.get(block)
         if b is None:
             return inf
-        use = self.profile.used[b]
-        return use if self._position.get(after, 0) <= use < self.profile.dropped[b] else inf
+        use, end, now = self.profile.used[b], self.profile.dropped[b], self._position.get(after, 0)
+        return max(use, now) if max(use, now) < end else inf
 
     def following(self, block: Name | None, count: int) -> Sequence[Name]:
         """The next to come back after a block."""

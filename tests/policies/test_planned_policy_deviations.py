@@ -396,3 +396,27 @@ def test_what_is_too_much_for_a_moment_costs_the_copy_out_of_what_is_used_last(b
     assert outcome.copied == (more, more)
     assert outcome.stalls == pytest.approx(more / link.out, rel=0.01)
     assert outcome.on_demand == 0
+
+
+def test_what_is_used_again_until_its_end_stays_where_there_is_too_much() -> None:
+    """As a mask that all microbatches share."""
+    layers = [[Op((4e-3, 8e-3), [64 * MIB])] for _ in range(3)]
+    step, link = build(layers, [0] * 3, ["F0", "F1", "F2", "B0", "B1", "B2"]), Link(16e9, 16e9)
+    begins = backwards(step)
+    code = [*step.code, Drop(0)]
+    for k in (begins[8], begins[5]):
+        code.insert(k + 1, Use(0))
+    code.remove(Drop(0))
+    step = Step(step.blocks, code)
+    known = profile(step)
+    machine = Machine(PlannedPolicy(max(known.full), link, recompute=False), link)
+    machine.run(step)
+    assert machine.run(step).copied == (0, 0)
+    begins, more = backwards(step), 6 * 64 * MIB
+    code = [*step.code]
+    code[begins[5] : begins[5]] = [Allocate(-more)]
+    code[begins[4] : begins[4]] = [Allocate(more)]
+    outcome = machine.run(Step(step.blocks, code))
+    gone = 3 * 64 * MIB  # one layer's backward is through with its block, and two of the rest have room beside it
+    assert outcome.copied == (gone, gone)
+    assert outcome.stalls == pytest.approx(gone / link.out, rel=0.01)
