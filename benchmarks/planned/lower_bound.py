@@ -27,9 +27,9 @@ Weights = NDArray[np.float64]
 def least_of_mixtures(ways: Ways, budget: int, link: Link) -> float:
     """The least seconds of a step of which each layer is treated in one of the ways, and blocks move.
 
-    It is a bound from below: the optimum of a linear program in which a layer is treated as a whole, and a block
-    may leave in part. The step's parts come in their order, and each in all ways, one after another. Only the way
-    in which its layer is treated takes time and memory. At each moment of these:
+    It is a bound from below: the optimum of a mixed-integer program in which a layer is treated as a whole, and a
+    block may leave in part. The step's parts come in their order, and each in all ways, one after another. Only the
+    way in which its layer is treated takes time and memory. At each moment of these:
 
     - What was copied out was saved before. What is away was saved, and its use is still to come.
     - What would be on the device, if no block left, is at most the budget and what is away.

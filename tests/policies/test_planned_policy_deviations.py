@@ -417,6 +417,6 @@ def test_what_is_used_again_until_its_end_stays_where_there_is_too_much() -> Non
     code[begins[5] : begins[5]] = [Allocate(-more)]
     code[begins[4] : begins[4]] = [Allocate(more)]
     outcome = machine.run(Step(step.blocks, code))
-    gone = 3 * 64 * MIB  # one layer's backward is through with its block, and two of the rest have room beside it
+    gone = 3 * 64 * MIB  # six of nine are alive, and six more come
     assert outcome.copied == (gone, gone)
     assert outcome.stalls == pytest.approx(gone / link.out, rel=0.01)
