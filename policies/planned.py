@@ -261,14 +261,14 @@ class PlannedPolicy(Policy):
         if step is None:
             return
         step.peak = self._most
-        if self._treatments is not None:
-            self._treatments.end(step)
         if step.peak > self._given:
             cause = self._cause(step)
             registered = self.states.registered
             self._overruns.see(
                 Overrun(step.number, step.peak, self._given, cause, self._most_blocks, stayed, registered)
             )
+        if self._treatments is not None:
+            self._treatments.end(step)
         if self.states.kept != self._kept:
             step.passing = True
             self._repertoire.states_moved()

@@ -15,9 +15,9 @@ plain step takes. Each of the others has its best setting within each budget:
     inputs       torch's checkpoint around all layers, whose inputs move by LayerOrderPolicy, of each setting
 
 Times are steps over the plain step. least: what nothing can better that keeps, moves or computes again, by an
-integer program. moving: what no plan can that moves, and computes nothing again. foreseeable: what none of these can
-that does not know what a step's loads will be, and leaves room for the fullest; with the link's latency. It needs
-scipy.
+integer program. moving: what no plan can that moves, and computes nothing again. foreseeable: what none of these
+can that does not know what a step's loads will be, and leaves room for the fullest; with the link's latency. It
+needs scipy.
 
 Exits with 1 where auto passes a budget, has no plan that others have, takes more than 1.002 times as long as the
 best of the others within the budget, more than 1.10 times as long as the least, or more than 1.03 times in above a

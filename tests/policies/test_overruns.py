@@ -12,7 +12,8 @@ from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Compute, Use, budget_between, profile
 from tests.policies.simulated.strange_steps import twice
-from tiered_mem.policies import PlannedPolicy
+from tiered_mem.policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, PlannedPolicy
+from tiered_mem.policies.base import Memory, Recomputed, StepBegin, StepEnd
 from tiered_mem.policies.planning.report import Overrun, OverrunCause, Overruns
 
 OVERRUN = Overrun(7, 120 * MIB, 100 * MIB, OverrunCause.NOTHING, 5 * MIB, {"in tensors below min_bytes": 64 * MIB})
@@ -67,3 +68,18 @@ def test_a_peak_in_a_second_backward_is_not_after_it(last: bool, caplog: pytest.
     if not last:
         expected, other = other, expected
     assert (expected.value in caplog.text, other.value in caplog.text) == (True, False)
+
+
+def test_a_step_with_a_trial_is_not_told_of_small_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    """A trial is in each step whose shapes are new, and each of these is above a budget that nothing can keep."""
+    policy = PlannedPolicy(MIB, LINK)
+    memory = Memory(2 * MIB, 2 * MIB, 2 * MIB)
+    with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
+        for step in range(2):
+            events = [ForwardBegin(step, 1), LayerBegin(step, 0), LayerEnd(step, 0), ForwardEnd(step)]
+            trial = Recomputed(step, 0, trial=True, results=0, unsaved=0)
+            for event in (StepBegin(step), *events[:3], trial, *events[3:], StepEnd(step)):
+                policy.decide(memory)
+                policy.decide(event)
+    assert OverrunCause.NOTHING.value in caplog.text
+    assert OverrunCause.SMALL.value not in caplog.text
