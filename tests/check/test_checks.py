@@ -45,8 +45,13 @@ TRAININGS = [
 ]
 
 
+one_of_many = pytest.mark.slow(why="the others differ in what they train with, and not in how they are compared")
+
+
 @pytest.mark.skipif(not EMULATED, reason="only the emulated device can be told to go wrong")
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(
+    "name", [each if each == TRAININGS[0] else pytest.param(each, marks=one_of_many) for each in TRAININGS]
+)
 def test_a_training_that_comes_to_other_numbers_fails(bench: Bench, name: str) -> None:
     assert bench.plain.losses
     ascend_emulator.inject("copy_h2d:p=1")

@@ -177,20 +177,23 @@ def test_many_layers_are_looked_at_in_groups() -> None:
     assert found.seconds < 1.1 * model.recorded().profile.compute < found.before
 
 
-@pytest.mark.parametrize(("rate", "share"), [(10e9, 0.1), (3e9, 0.5)])
+@pytest.mark.parametrize(
+    ("rate", "share", "best"),
+    [
+        (10e9, 0.1, {0: "cheap", 1: "cheap", 2: "full", 3: "cheap"}),
+        (3e9, 0.5, {0: "cheap", 1: "full", 2: "cheap"}),
+    ],
+)
 def test_where_few_plans_can_be_made_they_are_of_what_promises_the_most(
-    rate: float, share: float, monkeypatch: pytest.MonkeyPatch
+    rate: float, share: float, best: dict[int, How], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """best: of all 81 mixtures."""
     dear = Op((2e-3, 4e-3), [32 * MIB], (8 * MIB, 8 * MIB))
     cheap = Op((2e-4, 4e-4), [32 * MIB] * 2, (8 * MIB, 8 * MIB), dear=False)
     model = Model([[dear, cheap, dear]] * 4, 8 * MIB, one_forward_one_backward(8, 4))
     budget, link = budget_between(model.recorded().profile, share), Link(rate, rate)
-    best = min(
-        seconds(model, {n: way for n, way in enumerate(ways) if way is not None}, budget, link)
-        for ways in itertools.product(WAYS, repeat=4)
-    )
     monkeypatch.setattr(choosing, "_EFFORT", 2 * choosing._ATTEMPTS * len(model.recorded().blocks))  # for one
-    assert chosen(model, budget, link).seconds < best * 1.01
+    assert chosen(model, budget, link).seconds < seconds(model, best, budget, link) * 1.01
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
