@@ -163,11 +163,8 @@ def main() -> None:
     report(figures, Console(), options.json)
 
 
-class Nothing:
+class Nothing(Policy):
     """Answers nothing: what is measured of it is the clock."""
-
-    def check(self, num_layers: int) -> None:
-        """Suits every model."""
 
     def decide(self, event: Event) -> Sequence[Action]:
         return ()
