@@ -73,6 +73,7 @@ void Exchange::take() {
     } catch (const std::exception& error) {
       board_->fail(error.what());
       throw_if_failed();
+      throw;  // another rank fails just now, and its words are not all there yet
     }
     leg.channel.parties[leg.party].step = laid_out(leg) + 1;
     // Nobody begins to fill these trays anew before this rank has laid out once more.
