@@ -24,7 +24,7 @@ def _failure(bench: Bench) -> Outcome:
     device = bench.device
     weight = torch.zeros(_ROWS, _WIDTH, device=device.torch_device, requires_grad=True)
     wrong = torch.full((_ROWS,), _BEYOND, device=device.torch_device)
-    layers = [_Layer(), _Layer()]
+    layers = [_Cosine(), _Cosine()]
     told: list[str] = []
     manager = TieringManager(
         policy=LayerOrderPolicy(), device=str(device.torch_device), host_bytes="64MiB", preallocate=False
@@ -47,7 +47,7 @@ def _failure(bench: Bench) -> Outcome:
     return passed(f"the training ended with {told[0]!r}" + (", and so did close()" if len(told) > 1 else ""))
 
 
-class _Layer(torch.nn.Module):
+class _Cosine(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cos(x)
 
