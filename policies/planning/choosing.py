@@ -86,12 +86,14 @@ class _Search:
         self._allowed = [set.intersection(*map(ways.of, group)) for group in self._groups]
         self._room = max(0, min(states.total, budget - states.rounding - states.step_peak))
         group = {layer: n for n, layers in enumerate(self._groups) for layer in layers}
+        blocks = 1 + len(ways.steps[None].blocks)
+        # Of very many blocks there is time for one plan, and for one attempt of it.
+        self._plans = _EFFORT // (_ATTEMPTS * blocks)
+        self._attempts = max(1, min(_ATTEMPTS, _EFFORT // (4 * blocks)))
         coarse = Outline(ways, link, group)
         self._outlines = [coarse]
-        if (fine := _MOMENTS // coarse.moments) > 1:
+        if self._plans and (fine := _MOMENTS // coarse.moments) > 1:
             self._outlines.append(Outline(ways, link, group, fine))
-        # Of very many blocks it is one that has time.
-        self._attempts = max(1, min(_ATTEMPTS, _EFFORT // (4 * (1 + len(ways.steps[None].blocks)))))
         self._exact: dict[_Point, float] = {}
         self._failed: BudgetTooSmall | None = None
 
@@ -103,10 +105,9 @@ class _Search:
         sizes = _halves(len(self._groups))
         begun = [self._descend(min(seeds, key=guess), guess, sizes) for guess in guesses]
         before = min(points, key=guesses[0])
-        plans = _EFFORT // (_ATTEMPTS * (1 + len(self._ways.steps[None].blocks)))
-        if plans:
+        if self._plans:
             begun[0] = min(begun[0], before, key=self._planned)
-            polished = [self._polish(*each, plans) for each in zip(begun, guesses, strict=True)]
+            polished = [self._polish(*each, self._plans) for each in zip(begun, guesses, strict=True)]
             found = min(polished, key=self._planned)
         else:
             found = min(begun[0], before, key=guesses[0])
@@ -117,8 +118,7 @@ class _Search:
             finally:
                 self._failed = None
         seconds = self._planned(found)
-        # Of very many blocks there is time for one plan, and what was is known by the estimates.
-        was = self._planned(before) if plans else seconds * guesses[0](before) / guesses[0](found)
+        was = self._planned(before) if self._plans else seconds * guesses[0](before) / guesses[0](found)
         return Chosen(self._choice(found), found.kept, seconds, was)
 
     def _seeds(self) -> Iterator[_Point]:

@@ -119,6 +119,7 @@ def test_the_report_tells_which_layers_are_computed_again(tmp_path: Path) -> Non
     assert again
     assert sorted(layer for each in report["treatments"] for layer in each["layers"]) == list(range(8))
     assert all(each["again"] > 0 for each in again)
+    assert all(each["less"] > 0 for each in again if each["how"] == "full")
     assert sum(each["less"] for each in again) > 0
     assert report["trying"] is False
     assert max(said["peaks"]) <= 1700 << 20  # also in the first step that is treated so
