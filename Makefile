@@ -26,10 +26,17 @@ test: setup ## one pass over all that a change can break, with the race detector
 # tests that the first leaves to it. The last two are make test's in the other schedules. pyproject.toml says what each
 # mark means; it is set at the top of a test file, or in its folder's conftest.py.
 test-schedules: setup ## what make test leaves out: other schedules, the task queue, slow tests: fifteen minutes
-	$(PYTEST) -m '(slow or not once) and not detector_only'
+	$(PYTEST) --dist=worksteal -m '(slow or not once) and not detector_only and not ranks'
 	$(RACES)=eager $(PYTEST) -m 'slow and detector_only'
 	$(RACES)=late $(PYTEST) -m 'not slow and not once'
 	$(RACES)=random $(PYTEST) -m 'not slow and not once'
+
+test-ranks: setup ## trainings on two, four and eight emulated NPUs, with the bits of plain ones: six minutes
+	$(PYTEST) --numprocesses=2 --dist=load -m ranks tests/distributed
+
+demo-ranks: emulator ## trains a model on two emulated NPUs, sharded, and shows each rank's table: half a minute
+	$(RUN) -m ascend_emulator --unless-hardware --devices 2 --h2d 4GB/s --d2h 4GB/s \
+	  -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ranks.py
 
 # Each framework asks for others of its own: without them what is there stays as it is. Each file has a process of its
 # own, for some frameworks change others when they are imported. pytest says 5 where all of a file is skipped.
@@ -49,7 +56,7 @@ test-models: setup $(VENV)/.models ## small models of libraries, attached, train
 	PYTHONPATH=$(VENV)/models $(RACES)=late $(PYTEST) --dist=load tests/libraries/test_planned_models.py
 	PYTHONPATH=$(VENV)/models $(RACES)=random $(PYTEST) --dist=load tests/libraries/test_planned_models.py
 
-mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: four minutes
+mutants: setup ## takes out each wait, event and lifetime hold; tests must fail for each: eight minutes
 	$(RUN) -m tests.mutants
 
 lint: setup ## ruff and mypy
@@ -75,6 +82,7 @@ bench: setup ## the overhead beside the plain step, other offloaders, and checkp
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.recompute.host_time
 	$(RUN) -m ascend_emulator --unless-hardware --h2d 4GB/s --d2h 4GB/s -m benchmarks.link_speed
 	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.optimizer_step
+	$(RUN) -m ascend_emulator --unless-hardware -m benchmarks.overlapped_step
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_replay
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.allocator_speed
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(RUN) -m benchmarks.spill

@@ -41,7 +41,7 @@ class SlabPool:
     It grows on demand. A new slab holds eight of the largest requests
     so far, but about `slab_bytes` at most: a small pool grows in small steps, a large one in few. A slab holds a
     whole number of the request that it is taken for, since what is left at its end is lost to large requests. A
-    source that refuses a slab is asked for smaller ones.
+    source that refuses a slab is asked for smaller ones, or for what it says that it has left.
 
     Threads may share a pool. `deallocate` may be called from `__del__` and from weakref callbacks, which can run in
     the middle of another call to the pool, on the same thread.
@@ -61,10 +61,13 @@ class SlabPool:
         if capacity is not None and capacity < ALIGNMENT:
             raise ValueError(f"capacity must be at least {ALIGNMENT} bytes, got {capacity}")
         self._source = source
+        self._name: str = getattr(source, "name", type(source).__name__)
         self._slab_bytes = round_up(slab_bytes)
         self._asked = capacity
         self._limit = _NO_LIMIT if capacity is None else capacity // ALIGNMENT * ALIGNMENT
         self._slabs: dict[int, Region] = {}  # by address
+        self._round = 0
+        self._cut_in: dict[int, int] = {}  # by a slab's address: the last round in which something was cut from it
         self._free = FreeRanges()
         self._live: dict[int, tuple[Region, Region]] = {}  # by address: a region and its slab
         self._used = self._peak = self._largest = 0
@@ -101,6 +104,7 @@ class SlabPool:
                 self._free.add(start + size, room - size, slab)
             region = Region(start, nbytes)
             self._live[start] = region, slab
+            self._cut_in[slab.ptr] = self._round
             self._used += size
             self._peak = max(self._peak, self._used)
             return region
@@ -175,7 +179,7 @@ class SlabPool:
         with self._lock:
             self._merge_back()
             return PoolStats(
-                source=type(self._source).__name__,
+                source=self._name,
                 capacity=None if self._asked is None else self._limit,
                 reserved=self._reserved,
                 used=self._used,
@@ -191,14 +195,22 @@ class SlabPool:
     def closed(self) -> bool:
         return self._closed
 
-    def trim(self) -> int:
+    def begin_round(self) -> None:
+        """Begin another round, such as a step of a training: see `trim`."""
+        self._round += 1
+
+    def trim(self, nbytes: int | None = None, *, unused_for: int = 0) -> int:
         """Give empty slabs back to the source and return how many bytes.
 
         An error of the source is passed on; the slabs not yet given back then stay in the pool.
+
+        Args:
+            nbytes: About as many are enough. None is all.
+            unused_for: Only slabs that no region was cut from in so many rounds.
         """
         with self._lock:
             self._merge_back()
-            return self._free_slabs(self._reserved)
+            return self._free_slabs(self._reserved if nbytes is None else nbytes, unused_for)
 
     def close(self) -> None:
         """Give all slabs back to the source. Idempotent.
@@ -247,7 +259,16 @@ class SlabPool:
         """A new slab with room for `size` bytes, taken as a free range."""
         self._make_room(size)
         began = time.perf_counter()
-        slab = self._add_slab(self._step(size), size)
+        try:
+            slab = self._add_slab(self._step(size), size)
+        except OutOfHostMemory as error:
+            # What the source lacks may lie here, in slabs that are each too small.
+            free = error.__cause__.free if isinstance(error.__cause__, OutOfHostMemory) else None
+            short = self._source.footprint(size) - (free or 0)
+            if short > sum(slab.nbytes for slab in self._empty()):
+                raise
+            self._give_back(short, size)
+            slab = self._add_slab(size, size)
         self._log_growth("pool grew by", slab.nbytes, began)
         return self._free.take(slab.ptr)
 
@@ -275,22 +296,25 @@ class SlabPool:
                 break
             except Exception as error:
                 self._source_failures += 1
-                reason = f"{type(self._source).__name__} did not give a slab of {format_bytes(nbytes)}: {error}"
+                reason = f"{self._name} did not give a slab of {format_bytes(nbytes)}: {error}"
                 if wanted == least or not isinstance(error, OutOfHostMemory):
                     advice = (
                         "Free regions, or give the pool less to hold; smaller slabs let it grow in smaller steps"
                     )
                     raise self._out_of_memory(reason, advice, least) from error
-                wanted = max(least, round_up(wanted // 2))
+                # A source that says what it has left is asked for that.
+                left = wanted if error.free is None else error.free // ALIGNMENT * ALIGNMENT
+                wanted = max(least, left if left < wanted else round_up(wanted // 2))
                 # A source that is dry stays so, and says it at each growth.
                 level = logging.WARNING if self._source_failures == 1 else logging.DEBUG
                 _log.log(level, "%s. Trying %s. Later refusals are only counted", reason, format_bytes(wanted))
         self._slabs[slab.ptr] = slab
+        self._cut_in[slab.ptr] = self._round
         self._free.add(slab.ptr, nbytes, slab)
         return slab
 
     def _log_growth(self, what: str, nbytes: int, began: float) -> None:
-        seconds, source = time.perf_counter() - began, type(self._source).__name__
+        seconds, source = time.perf_counter() - began, self._name
         size, now = format_bytes(nbytes), format_bytes(self._reserved)
         _log.info("%s %s from %s in %.3f s, to %s in %d slabs", what, size, source, seconds, now, len(self._slabs))
 
@@ -304,22 +328,28 @@ class SlabPool:
         if short > sum(slab.nbytes for slab in self._empty()):
             reason = f"a request of {format_bytes(size)} does not fit into the pool now"
             raise self._out_of_memory(reason, "Free regions and try again, or raise the capacity", size)
+        self._give_back(short, size)
+
+    def _give_back(self, short: int, size: int) -> None:
+        """Return empty slabs to the source, as a request of `size` is `short` of so many bytes."""
         try:
             self._free_slabs(short)
         except Exception as error:
-            reason = f"{type(self._source).__name__} did not take back an empty slab: {error}"
+            reason = f"{self._name} did not take back an empty slab: {error}"
             advice = "The slab stays in the pool; free regions and try again"
             raise self._out_of_memory(reason, advice, size) from error
 
-    def _free_slabs(self, wanted: int) -> int:
+    def _free_slabs(self, wanted: int, unused_for: int = 0) -> int:
         """Return empty slabs to the source until they come to `wanted` bytes or none is left."""
         given = 0
         for slab in self._empty():
             if given >= wanted:
                 break
+            if self._round - self._cut_in[slab.ptr] < unused_for:
+                continue
             self._source.deallocate(slab)
             self._free.take(slab.ptr)
-            del self._slabs[slab.ptr]
+            del self._slabs[slab.ptr], self._cut_in[slab.ptr]
             given += slab.nbytes
         return given
 

@@ -28,20 +28,17 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch.nn import Parameter
 
 from benchmarks.optimizer_contestants import STATE_BYTES, Contestant, Copies, Drive, OneByOne, Plain, Tiered
+from benchmarks.turns import Spent, measure, median
 from examples.devices import emulated, find_device
 from examples.gpt import GPT
 from tiered_mem import TieringManager
@@ -79,7 +76,7 @@ def main() -> None:
         away: list[Contestant] = [*tiered, one_by_one]
         contestants = [plain, *away, copies, drive]
         busy_before = os.getloadavg()[0]
-        spent = measure(contestants, options, device)
+        spent = measure(contestants, device, rounds=options.rounds, steps=options.steps, seed=options.seed)
         found = Found(
             spent,
             link_s=nbytes / link if link else median(spent[copies.name]),
@@ -103,14 +100,6 @@ def main() -> None:
         options.json.write_text(json.dumps(figures(found, nbytes, equal), indent=1) + "\n")
 
 
-class Spent(NamedTuple):
-    """What one step took: seconds, of the clock and of all processors; and bytes of the device's memory."""
-
-    wall: float
-    cpu: float
-    memory: int
-
-
 @dataclass(frozen=True)
 class Found:
     """spent: by the contestant's name. link_s, drive_s: what the bytes of one direction take alone."""
@@ -130,10 +119,6 @@ class Found:
         """The device memory of a step, above that of the plain one."""
         plain, mine = (max(each.memory for each in self.spent[who]) for who in (Plain.name, name))
         return mine - plain
-
-
-def median(spent: Sequence[Spent]) -> float:
-    return statistics.median(each.wall for each in spent)
 
 
 def shapes_of(options: argparse.Namespace) -> list[torch.Size]:
@@ -170,32 +155,6 @@ def set_link(bytes_per_s: int) -> int | None:
         return None
     emulator.configure(h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s)
     return bytes_per_s
-
-
-def measure(contestants: Sequence[Contestant], options: argparse.Namespace, device: Any) -> dict[str, list[Spent]]:
-    """What each round's steps took, by the contestant's name."""
-    random = Random(options.seed)
-    spent: dict[str, list[Spent]] = {each.name: [] for each in contestants}
-    for number in track(range(options.rounds + 1), description="rounds"):
-        for each in random.sample(contestants, len(contestants)):
-            took = timed(each, device, options.steps)
-            if number:
-                spent[each.name].append(took)
-    return spent
-
-
-def timed(contestant: Contestant, device: Any, steps: int) -> Spent:
-    """One of so many steps in a row, from an idle device to an idle device."""
-    device.synchronize()
-    device.reset_peak_memory_stats()
-    before = device.memory_allocated()
-    cpu, wall = time.process_time(), time.perf_counter()
-    for _ in range(steps):
-        contestant.step()
-    device.synchronize()
-    contestant.wait()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Spent(wall / steps, cpu / steps, device.max_memory_allocated() - before)
 
 
 def show(found: Found, console: Console) -> None:

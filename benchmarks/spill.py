@@ -6,6 +6,9 @@ from then on fio, DeepSpeed and the disk tier write over files that are there. W
 of fio and DeepSpeed is of small pages: where the disk tier is faster, that may be due to the slab's huge ones.
 
     TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -m benchmarks.spill --dir /mnt/nvme
+
+With several directories, one on each drive, the disk tier is measured over all of them, too: `--dir /nvme0 /nvme1`.
+The peers, and the disk tier on one drive, are on the first.
 """
 
 from __future__ import annotations
@@ -42,11 +45,18 @@ def main() -> None:
     console = Console(highlight=False)
     count = max(1, options.bytes // options.record)
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir, prefix="benchmark-")))
+        folders = [
+            Path(stack.enter_context(tempfile.TemporaryDirectory(dir=path, prefix="benchmark-")))
+            for path in options.dir
+        ]
+        folder = folders[0]
         source, slots = (stack.enter_context(memory(count, options.record)) for _ in range(2))
         fill(source, options.seed)
         contestants: list[Contestant] = [
-            stack.enter_context(contextlib.closing(Tier(folder, source, slots, options.checksum))),
+            *(
+                stack.enter_context(contextlib.closing(Tier(places, source, slots, options.checksum)))
+                for places in ([folder], folders)[: len(folders)]
+            ),
             Safetensors(folder, source),
             *fio(folder, count * options.record, console),
             *deepspeed(folder, source, console),
@@ -54,7 +64,7 @@ def main() -> None:
         spent = measure(contestants, options.rounds, Random(options.seed))
     nbytes = count * options.record
     console.print(
-        f"{filesystem_of(options.dir).name}, {format_bytes(nbytes)} a round in {count} records, "
+        f"{filesystem_of(options.dir[0]).name}, {format_bytes(nbytes)} a round in {count} records, "
         f"{options.rounds} rounds, {os.cpu_count()} processors"
     )
     show(spent, nbytes, console)
@@ -154,7 +164,8 @@ def figures(spent: dict[tuple[str, str], list[Spent]], nbytes: int) -> dict[str,
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the drive to measure")
+    here = [Path(tempfile.gettempdir())]
+    parser.add_argument("--dir", type=Path, nargs="+", default=here, help="on the drive to measure, or on each")
     parser.add_argument("--bytes", type=parse_bytes, default=1 << 30, help="of each round, such as 1GiB")
     parser.add_argument("--record", type=parse_bytes, default=16 << 20, help="of each record, such as 16MiB")
     parser.add_argument("--rounds", type=int, default=9)

@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from tiered_mem.allocators import Region
-from tiered_mem.spill.disk_tier import DiskTier
+from tiered_mem.spill.chosen import tier_in
 from tiered_mem.spill.lower_tier import Job, Piece, Record
 from tiered_mem.tiers.host_tier import bytes_of
 
@@ -42,16 +42,15 @@ class Contestant(Protocol):
 
 
 class Tier:
-    """Records of the disk tier, from slab memory into slab memory."""
-
-    name = TIER
+    """Records of the disk tier in a folder on each drive, from slab memory into slab memory."""
 
     def __init__(
-        self, folder: Path, source: Sequence[Region], slots: Sequence[Region], checksum: str | None
+        self, folders: Sequence[Path], source: Sequence[Region], slots: Sequence[Region], checksum: str | None
     ) -> None:
+        self.name = TIER if len(folders) == 1 else f"{TIER}, {len(folders)} drives"
         self._source, self._slots = source, slots
         room = sum(region.nbytes for region in source)
-        self._tier = DiskTier(folder, capacity=room + room // 8 + (1 << 20), checksum=checksum)
+        self._tier = tier_in(folders, capacity=room + room // 8 + (1 << 20), checksum=checksum)
         self._records: list[Record] = []
 
     def write(self) -> Spent:

@@ -316,16 +316,14 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasured:
-    """How long a step took on the device. Told some time after its end, between any two events.
-
-    Of a step in which a policy asks for it, if it could be measured.
+    """How long a step took on the device, if a policy asks for it. Told some time later, between any two events.
 
     seconds: for each position of the step, from the first at which the policy asked for it, the compute time to the
         next, without stalls. Positions are the events that the policy was told from StepBegin to StepEnd, these two
         left out, and Memory, StepMeasured, MoreBlocks, Recomputed, HostPressure and Refused left out.
-    stalls: the seconds in which compute waited for copies.
-    out, back: bytes each second of copies from and to the device while they ran; 0 where there were none.
-    waits: of `stalls`, the seconds at each position; empty where that is not known.
+    stalls: the seconds in which compute waited for copies. waits: those at each position, or empty. states: those
+        for optimizer states, outside of step(). out, back: bytes each second of copies from and to the device,
+        alone if some were; 0 without any. both: each way's share of that beside the other; 0 if it is not known.
     """
 
     step: int
@@ -334,6 +332,8 @@ class StepMeasured:
     out: float = 0.0
     back: float = 0.0
     waits: Sequence[float] = ()
+    states: float = 0.0
+    both: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

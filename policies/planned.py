@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,8 +98,8 @@ class PlannedPolicy(Policy):
             for what is allocated.
         slowdown: A step may be longer by this share of its compute time, if that saves memory. None uses the
             budget.
-        host_bytes: The bytes that the host tier holds. With a link that has a drive, spills and fetches are planned
-            too.
+        host_bytes: The bytes that the host tier holds, or a function that says how many these are now. With a link
+            that has a drive, spills and fetches are planned too.
         margin: Bytes of the budget that are used only where a step needs them. After each step above the budget it
             is more by what that was above it, and at least 0.2 % of the budget; up to 5 %.
         recompute: Layers may be computed again, where that is faster than to move what they save.
@@ -120,7 +120,7 @@ class PlannedPolicy(Policy):
         *,
         fragments: int | None = None,
         slowdown: float | None = None,
-        host_bytes: int | str | None = None,
+        host_bytes: int | str | Callable[[], int | None] | None = None,
         margin: int = 0,
         recompute: bool = True,
         try_all: bool = False,
@@ -135,10 +135,13 @@ class PlannedPolicy(Policy):
         self._budget = self._limit = self._given - (fragments or 0)
         if self._budget < 1:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
-        host = None if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
+        if isinstance(host_bytes, type):
+            raise TypeError(f"host_bytes must be a size or a function, not the class {host_bytes.__name__}")
+        if host_bytes is not None and not callable(host_bytes):
+            host_bytes = parse_bytes(host_bytes, "host_bytes")
         self.states = StatesShare(passing=self._given // _PASSING)
         self._least_margin = margin
-        self._repertoire = Repertoire(self._budget, link, host, slowdown, self.states, margin)
+        self._repertoire = Repertoire(self._budget, link, host_bytes, slowdown, self.states, margin)
         self._ended: dict[int, StepUnderWay] = {}
         self._treatments = Treatments(self._repertoire, try_all=try_all) if recompute else None
         tried = None if self._treatments is None else self._treatments.tried
@@ -217,11 +220,13 @@ class PlannedPolicy(Policy):
                 self._begin(step)
             case StepEnd(_, stayed):
                 self._end(stayed)
-            case StepMeasured(step, seconds, stalls, out, back):
+            case StepMeasured(step, seconds, stalls):
+                if self._repertoire.rates.see(event.out, event.back, event.both):
+                    self._repertoire.replan()
                 ended = self._ended.pop(step, None)
                 if ended is not None:
                     self.account.measured(ended, event)
-                    self._learn(ended, seconds, stalls, out, back)
+                    self._learn(ended, seconds, stalls - event.states)
             case MoreBlocks() if self._player.step is not None:
                 self._player.step.passing = True
             case Recomputed() if self._treatments is not None and self._player.step is not None:
@@ -275,7 +280,7 @@ class PlannedPolicy(Policy):
             self.account.states_moved()
             self._untimed = _PATIENCE
         self._untimed = 0 if StepMeasured in self._asks else self._untimed + 1
-        self._strays = self._strays + 1 if step.deviates else 0
+        self._strays = self._strays + 1 if step.deviates or self._repertoire.apart(step.variant.more) else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
         self.account.ended(step)
@@ -293,6 +298,8 @@ class PlannedPolicy(Policy):
             self._asks = _TIMED
         elif step.varies and (self._varying <= _FIRST_VARYING or self._untimed == 1):
             self._asks = _WATCHED
+        if self._repertoire.rates.doubted and self._asks is _PLAYED:
+            self._asks = _TIMED
         if not self._repertoire or step.woken or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
         if self._treatments is not None:
@@ -353,13 +360,14 @@ class PlannedPolicy(Policy):
         self._overrun_bytes += max(peak - self._budget, int(_LEAST_MARGIN * self._budget))
         self._leave_out(self._given - self._budget)
 
-    def _learn(self, step: StepUnderWay, seconds: Sequence[float], stalls: float, out: float, back: float) -> None:
+    def _learn(self, step: StepUnderWay, seconds: Sequence[float], stalls: float) -> None:
         missing = len(step.recording.names) - len(seconds)
         if missing < 0 or step.passing:
             return
         repertoire, recording = self._repertoire, step.recording
         known = step.known
-        if known is None or known.stitched or step.deviates or (step.longer and step.exact):
+        other = step.longer or repertoire.apart(step.variant.more)
+        if known is None or known.stitched or step.deviates or (other and step.exact):
             if step.exact and recording.regular and not repertoire.same(recording):
                 try:
                     learnt = repertoire.add(recording, seconds, known, step.variant, step.choice)
@@ -376,4 +384,4 @@ class PlannedPolicy(Policy):
             planned = step.table.plan
             surprise = abs(stalls - planned.waits)
             if known.guessed or surprise > _DRIFT * planned.seconds:
-                repertoire.drift(known, step.variant, seconds, out, back)
+                repertoire.drift(known, step.variant, seconds)

@@ -10,6 +10,7 @@ Tests must fail for each. A mutant is a copy of the repository with one change:
 - a function of the bookkeeping is not marked `@uninterrupted`, so that an interrupt comes between any two lines of
   it, and of what it calls;
 - the manager's turn is not taken, or not given, or what was dropped meanwhile is not given up;
+- ranks that share do not exclude each other, or take the dead for alive;
 - a planned policy does not keep its budget where a step is not as planned; its planner does not know when copies
   end, or brings a block back before others that are used earlier; or nobody expects what comes at once when a layer
   is computed again.
@@ -85,8 +86,10 @@ BLOCK_TESTS = [
 PHASES = ("module_phases", "module_phase_contents", "module_phase_lifetimes", "module_phase_failures")
 SHELF = code("shelf", folder="tiers/")
 COPIES = [*code("transfer", folder="device/"), *code("host_tier", folder="tiers/"), *code("manager")]
-OPTIMIZER = ("pipeline", "states", "bucket")
-OPTIMIZER_TESTS = found_by("streams", "residence", "disk_residence", folder="optimizer/")
+OPTIMIZER = ("pipeline", "window", "states", "bucket", "step_in_backward", "step_in_forward")
+OPTIMIZER_TESTS = found_by(
+    *("streams", "residence", "disk_residence", "overlap_forward", "overlap_backward"), folder="optimizer/"
+)
 PLANS = {
     "_copies_end": "ready",
     "_running_maxima": "{0}",
@@ -116,6 +119,12 @@ SUBJECTS = (
     ),
     Subject(code("modules", folder="phases/"), found_by(*PHASES, folder="phases/")),
     Subject([*SHELF, *code(*OPTIMIZER, folder="optimizer/")], OPTIMIZER_TESTS, ("wait",)),
+    Subject(
+        code("node_file", folder="tiers/"),
+        found_by("node_share", folder="tiers/"),
+        calls=("_lock", "register_at_fork"),
+        values={"_held": "True"},
+    ),
     Subject(
         PLANNING,
         found_by("planner", "planned_policy", "planned_policy_deviations", "treatments", folder="policies/"),

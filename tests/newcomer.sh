@@ -45,7 +45,7 @@ everything() { # in a fresh clone: README in its order, each example in what mak
   for example in examples/*.py; do
     grep -q '__main__' "$example" || continue
     case $example in
-      */train_gpt.py) continue ;; # make demo is that
+      */train_gpt.py | */train_ranks.py) continue ;; # make demo and make demo-ranks are that
       */plan_7b.py) step "$example" "$run" "$example" --stride 16 ;;
       */trainer_llama.py) step "$example" "$run" -m ascend_emulator "$example" --steps 2 --length 256 ;;
       */rl_phases.py) step "$example" "$run" -m ascend_emulator "$example" --steps 1 ;;
@@ -53,6 +53,7 @@ everything() { # in a fresh clone: README in its order, each example in what mak
       *) step "$example" "$run" -m ascend_emulator "$example" --steps 2 ;;
     esac
   done
+  step 'make demo-ranks' make demo-ranks
   step 'make setup' make setup
   step 'the programs of all documents' "$run" -m pytest -q tests/house/test_blocks.py tests/house/test_links.py
   step 'make docs' make docs

@@ -21,6 +21,7 @@ from .policies.planning.profile import BudgetTooSmall, Link
 from .rehearsal import MOST, RehearsalOver, Wish
 from .sizes import format_bytes, parse_bytes
 from .spill.lower_tier import LowerTier
+from .tiers.host_budget import local_processes
 from .tiers.measure import measured_link, measured_tier
 from .tiers.pinning import pinned_slab
 
@@ -37,7 +38,9 @@ _ROUNDED = 4 << 20
 _LRU = 0.25
 # A link of 50 GB/s takes a third of a millisecond for this, a hundred times its latency.
 _MEASURED_BYTES = 16 << 20
-# What goes to the tier below the host to measure it: less where that is small.
+# Of ranks that share this machine's memory, for how long each measures: they do not begin at the same moment.
+_BESIDE = 0.1
+# What goes to each drive of the tier below the host to measure it: less where that is small.
 _TIER_BYTES = 32 << 20
 
 
@@ -64,8 +67,11 @@ class PolicyChoice:
             with_methods("policy", policy, ("check", "decide"))
         self._policy = policy if isinstance(policy, (Policy, str)) else Adapted(policy)
 
-    def on(self, device: Device, host_bytes: int | None, disk: LowerTier | None = None) -> Policy:
-        """The policy for a device and so much host memory. For "auto" the link is measured, and the drive."""
+    def on(self, device: Device, host_bytes: Callable[[], int | None], disk: LowerTier | None = None) -> Policy:
+        """The policy for a device. For "auto" the link is measured, and the drive.
+
+        host_bytes: how much host memory there is, which is asked for at each plan.
+        """
         usable, total = device.usable_and_total()
         if isinstance(self._policy, Policy):
             return self._policy
@@ -84,7 +90,12 @@ class PolicyChoice:
         return LayerOrderPolicy()
 
     def _planned(
-        self, device: Device, usable: int, total: int, host_bytes: int | None, disk: LowerTier | None
+        self,
+        device: Device,
+        usable: int,
+        total: int,
+        host_bytes: Callable[[], int | None],
+        disk: LowerTier | None,
     ) -> Policy:
         rehearsal = Wish.of_environment()
         asked = self._device_budget if rehearsal is None else rehearsal.budget
@@ -95,7 +106,7 @@ class PolicyChoice:
                 f"process can use {format_bytes(usable)}: give at most that, or no device_budget"
             )
         with pinned_slab(device, 2 * _MEASURED_BYTES) as (_, on_host):
-            link = measured_link(device, on_host, rounds=3)
+            link = measured_link(device, on_host, rounds=3, beside=_BESIDE if local_processes() > 1 else 0.0)
         _log.info(
             "budget %s; the link moves %.1f GB/s to the host and %.1f GB/s back, and %.0f %% of these together",
             *(format_bytes(budget), link.out / 1e9, link.back / 1e9, 100 * link.both),
@@ -115,12 +126,14 @@ class PolicyChoice:
 def _drive(disk: LowerTier) -> Link | None:
     """None, with a warning, where it cannot be measured."""
     try:
-        drive = measured_tier(disk, min(_TIER_BYTES, disk.stats().capacity // 8))
+        stats = disk.stats()
+        drive = measured_tier(disk, min(_TIER_BYTES * stats.drives, stats.capacity // 8))
     except (TierFull, OSError) as error:
         _log.warning("what goes to disk is not planned, but decided when the host is full: %s", error)
         return None
     _log.info(
-        "the drive writes %.1f GB/s and reads %.1f GB/s, and %.0f %% of these together; it answers in %.0f us",
+        "%s: %.1f GB/s to write, %.1f GB/s to read, and %.0f %% of these at once; an answer takes %.0f us",
+        "the drive" if stats.drives == 1 else f"{stats.drives} drives together",
         *(drive.out / 1e9, drive.back / 1e9, 100 * drive.both, 1e6 * drive.latency),
     )
     return drive

@@ -117,6 +117,14 @@ def _size(text: str) -> str:
     return text
 
 
+def _directories(text: str) -> str | list[str]:
+    """One, or several with ":" between them, as in PATH."""
+    paths = text.split(os.pathsep)
+    if "" in paths[1:] or not paths[0]:
+        raise ValueError(f"write a directory, or several with {os.pathsep!r} between two")
+    return paths if len(paths) > 1 else text
+
+
 def _share_or_size(text: str) -> float | str:
     """0.5 is a share, and 64GiB a size."""
     if re.fullmatch(r"\s*\d*\.\d+\s*", text):
@@ -150,10 +158,13 @@ _READ: dict[str, Callable[[str], Any]] = {
     "host_bytes": _share_or_size,
     "pin": _way_to_pin,
     "preallocate": _yes_or_no,
-    "spill_dir": str,
+    "spill_dir": _directories,
     "spill_bytes": _size,
     "spill_write_budget": _size,
     "spill_checksum": str,
+    "node_bytes": _share_or_size,
+    "node_spill_bytes": _size,
+    "node_spill_write_budget": _size,
     "steps_in_flight": _count,
     "trace": _yes_or_no,
     "hold_signals": _yes_or_no,

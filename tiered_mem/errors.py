@@ -114,16 +114,21 @@ class InterruptedStep(TieredMemError, RuntimeError):
         stepped: How many buckets were done.
         of: How many buckets there are.
         loading: It was a load, and no step.
+        why: In words, where that is known.
     """
 
-    def __init__(self, optimizer: str, stepped: int, of: int, *, loading: bool = False) -> None:
+    def __init__(self, optimizer: str, stepped: int, of: int, *, loading: bool = False, why: str = "") -> None:
         self.stepped, self.of = stepped, of
         what, done = ("load", "loaded") if loading else ("step", "stepped")
         super().__init__(
             f"a {what} of {optimizer} ended when {stepped} of {of} buckets had been {done}, and maybe a part of "
-            "the next: its parameters and states are partly from before. Load the model's and the optimizer's "
-            "state from a checkpoint"
+            f"the next{why and f', as {why}'}: its parameters and states are partly from before. Load the model's "
+            "and the optimizer's state from a checkpoint"
         )
+
+
+class OverlapRefused(TieredMemError, RuntimeError):
+    """Something that a step beside backward or forward cannot have. What was asked for was not done."""
 
 
 class Offloaded(TieredMemError, RuntimeError):

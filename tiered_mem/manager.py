@@ -30,8 +30,9 @@ from .ground.arguments import instance, yes_or_no
 from .ground.interrupts import Interrupts, uninterrupted
 from .ground.stats import Counters, Stats
 from .ground.turn import Turn
-from .optimizer.registered import RegisteredOptimizers, Residency
+from .optimizer.registered import Overlap, RegisteredOptimizers, Residency
 from .optimizer.tiered_optimizer import TieredOptimizer
+from .phases.absence import Absence
 from .phases.modules import ModulePhases
 from .pictures.drawing import draw, drawable
 from .pictures.timeline import Timeline
@@ -40,10 +41,11 @@ from .policies.planned import PlannedPolicy
 from .policies.planning.report import Report
 from .report import ScalarWriter, flatten, plan_report, stats_rows, summary
 from .sizes import parse_bytes
-from .spill.disk_tier import chosen_tier
+from .spill.chosen import SpillDir, chosen_tier
 from .spill.lower_tier import LowerTier
 from .tiers.host_budget import HostBytes
 from .tiers.host_tier import HostTier
+from .tiers.node_budget import NodeBudget
 from .tiers.pinning import host_tier
 from .trace.recorder import Trace, summary_rows
 from .trace.records import Levels
@@ -78,14 +80,19 @@ class TieringManager:
         host_pool: A pool to use in place of one of its own. It is not closed with the manager, and managers may
             share one. Then none of the three arguments before this one is given.
         spill_dir: A directory on a local drive. What the host tier has no room for goes there, in files that
-            nobody else can read and that are gone when the manager is closed. None is no disk tier.
-        spill_bytes: The most that these files may take, an int of bytes or a string such as "1TiB". None is half
-            of what is free in spill_dir.
-        spill_write_budget: The most bytes to write in all, for the sake of the drive; then the tier takes no
-            more.
+            nobody else can read and that are gone when the manager is closed. A list of directories, one on each
+            drive, is as fast as the drives together. None is no disk tier.
+        spill_bytes: The most that these files may take in all, an int of bytes or a string such as "1TiB". None is
+            half of what is free on each drive.
+        spill_write_budget: The most bytes to write in all, for the sake of the drive.
         spill_checksum: "xxh3_64", which None is too, "crc32" or "none".
         disk: A tier to use in place of files: any object with the methods of a LowerTier (docs/lower_tier.md). It
             is closed with the manager. Then none of the four arguments before this one is given.
+        node_bytes: The most host memory of all managers of this job on this machine together, said as host_bytes
+            is, which is then a part of it: who needs more takes it (docs/ranks.md). None is half of what there is
+            where LOCAL_WORLD_SIZE is above 1 and host_bytes is "auto". Else nothing is shared.
+        node_spill_bytes: The most that the files of all of them may take together.
+        node_spill_write_budget: The most bytes that all of them may write together.
         transfer_stream: A stream of the device for the copies in both directions. None is two streams of its own,
             so that copies to the host and to the device run side by side.
         steps_in_flight: How many forwards, with their backwards, may have copies under way before the host waits.
@@ -107,6 +114,7 @@ class TieringManager:
         ValueError: Arguments cannot be right.
         DeviceUnavailable: This machine does not have the device.
         PinningFailed: Host memory cannot be had as asked.
+        TierFull: Other managers of the machine leave less of what is shared than `preallocate` takes at once.
     """
 
     @uninterrupted
@@ -121,11 +129,14 @@ class TieringManager:
         pin: bool | str = True,
         preallocate: bool | None = None,
         host_pool: HostPool | None = None,
-        spill_dir: str | os.PathLike[str] | None = None,
+        spill_dir: SpillDir | None = None,
         spill_bytes: int | str | None = None,
         spill_write_budget: int | str | None = None,
         spill_checksum: str | None = None,
         disk: LowerTier | None = None,
+        node_bytes: HostBytes = None,
+        node_spill_bytes: int | str | None = None,
+        node_spill_write_budget: int | str | None = None,
         transfer_stream: torch.Stream | None = None,
         steps_in_flight: int = 2,
         trace: bool = False,
@@ -142,12 +153,14 @@ class TieringManager:
             if transfer_stream is not None:
                 instance("transfer_stream", transfer_stream, torch.Stream)
             self.device = Device(device)
-            self._disk = chosen_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk)
+            node = NodeBudget(host_bytes, host_pool, node_bytes, node_spill_bytes, node_spill_write_budget)
+            undo.callback(node.leave)
+            self._disk = chosen_tier(spill_dir, spill_bytes, spill_write_budget, spill_checksum, disk, node)
             if self._disk is not None and disk is None:
                 undo.callback(self._disk.close)
-            self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight)
+            self._host = host_tier(self.device, host_bytes, pin, preallocate, host_pool, steps_in_flight, node)
             undo.callback(self._host.drop)
-            self._policy = choice.on(self.device, self._host.pool_stats().capacity, self._disk)
+            self._policy = choice.on(self.device, self._host.counted_on, self._disk)
             now = time.perf_counter if self._disk is None else self._disk.now
             levels = partial(_levels, self.device, self._host, self._disk)
             self._trace = Trace(self.device, now=now, levels=levels) if trace else None
@@ -278,6 +291,8 @@ class TieringManager:
         bucket_bytes: int | str | None = None,
         residency: Residency = "host",
         separable: bool | None = None,
+        overlap: Overlap | None = None,
+        keep_gradients: bool = False,
     ) -> TieredOptimizer:
         """The optimizer to use from now on, in place of the one that is given: its states leave the device.
 
@@ -295,12 +310,21 @@ class TieringManager:
             separable: True says that a step does to each parameter what it would do if that were the only one. Then
                 it is made bucket by bucket, after a trial. False is at once: all states come to the device for a
                 step. None is bucket by bucket for torch's own optimizers but LBFGS, and at once for all others.
+            overlap: What a step goes on beside. "backward" steps each bucket in the last backward of a step, as
+                soon as its gradients are final, and frees these: the states come and leave beside computation.
+                Nothing may look at gradients between backward and step, nor change a learning rate; before the last
+                of several backwards `last_backward()` is to be called. "forward" has step() return at once, and
+                steps each bucket beside the next forward, before its first use: whoever looks at a parameter, a
+                gradient or a state before finds the new value. "auto" is "backward", unless the first step shows
+                that it cannot be, and then "forward". None is in step() alone.
+            keep_gradients: With overlap="backward", gradients stay until zero_grad, to be read.
 
         Returns:
             An optimizer with the same groups, and with the same results bit by bit.
 
         Raises:
-            ValueError: The optimizer is registered, cannot be tiered, or is not what `separable` says. Here, and in
+            ValueError: The optimizer is registered, cannot be tiered, is not what `separable` says, or cannot have
+                that overlap. Here, and in
                 the cases below, it is as before.
             TierFull: There is no room for all states.
             torch.OutOfMemoryError: The device has none for a bucket.
@@ -314,6 +338,8 @@ class TieringManager:
             bucket_bytes=None if bucket_bytes is None else parse_bytes(bucket_bytes, "bucket_bytes"),
             residency=residency,
             separable=separable,
+            overlap=overlap,
+            keep_gradients=keep_gradients,
             owner=self,
         )
 
@@ -340,6 +366,7 @@ class TieringManager:
             thing.states.offload()
             return
         self._can_phase(thing)
+        self._optimizers.finish()
         with self._turn:
             self._activations.check_open()
             self._activations.poll()
@@ -365,9 +392,27 @@ class TieringManager:
             thing.states.reload()
             return
         self._can_phase(thing)
+        self._optimizers.finish()
         with self._turn:
             self._activations.poll()
             self._phases.reload(thing)
+
+    def away(
+        self, *things: torch.nn.Module | TieredOptimizer, gradients: bool = False
+    ) -> Absence[torch.nn.Module | TieredOptimizer]:
+        """A context in which all of them are away: `with manager.away(model, optimizer): generate()`.
+
+        It calls `offload` for each when it is entered, and `reload` when it is left, also by an error. If one
+        cannot leave, those before it come back, and the context is not entered.
+
+        Args:
+            *things: Modules, and what `register_optimizer` returned.
+            gradients: The gradients of modules go too.
+
+        Raises:
+            torch.OutOfMemoryError: When it is left, and the device has no room for all. Then all stay away.
+        """
+        return Absence(partial(self.offload, gradients=gradients), self.reload, things)
 
     def _can_phase(self, thing: object) -> None:
         if not isinstance(thing, torch.nn.Module):
@@ -386,7 +431,7 @@ class TieringManager:
             disk = None if self._disk is None else self._disk.stats()
             blocks = self._store.blocks.by_key.values()
             stats = flatten(self._counters, self._host.pool_stats(), self._host.slots, blocks, disk)
-            return stats | self._phases.stats()
+            return stats | self._phases.stats() | self._host.shared_stats()
 
     @uninterrupted
     def memory_summary(self) -> str:

@@ -17,7 +17,7 @@ from .configuration import default_manager
 from .manager import TieringManager
 
 # Those of register_optimizer, which each class takes beside the optimizer's own.
-_ARGUMENTS = ("bucket_bytes", "residency", "separable")
+_ARGUMENTS = ("bucket_bytes", "residency", "separable", "overlap", "keep_gradients")
 # Where an optimizer keeps those while it is made.
 _HANDED_ON = "_of_register_optimizer"
 
@@ -27,11 +27,11 @@ def tiered(
 ) -> type[Optimizer]:
     """A class whose making returns a TieredOptimizer over an optimizer of the class that is given.
 
-    It takes the arguments of that class, and of `register_optimizer` `bucket_bytes`, `residency` and `separable`.
+    It takes the arguments of that class, and of `register_optimizer` all that have a default.
     It is a subclass of that class for those who ask for one. What it returns is no instance of it.
 
     What is derived from it keeps an `__init__` and a `step` of its own. Its making returns a TieredOptimizer over
-    an instance of it, which the three arguments may also reach by `super().__init__()`.
+    an instance of it, which these arguments may also reach by `super().__init__()`.
 
     manager: gives the manager, when an optimizer is made.
 

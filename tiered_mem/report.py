@@ -102,6 +102,9 @@ def stats_rows(
         ("host used / peak", f"{size('host.used.current')} / {size('host.used.peak')}"),
         ("host reserved / limit", f"{size('host.reserved.current')} / {size('host.capacity')}"),
     ]
+    if "node.bytes" in stats:
+        of = f"{stats['node.ranks']} ranks, this one {size('node.own')}, at least {size('node.floor')}"
+        rows.append(("host of all ranks / limit", f"{size('node.used')} / {size('node.bytes')}: {of}"))
     for name in ("offloaded", "released", "reloaded", "kept"):
         label = "kept, host tier full" if name == "kept" else name
         rows.append((label, f"{stats[f'{name}.blocks.total']} blocks, {size(f'{name}.bytes.total')}"))
@@ -115,6 +118,10 @@ def stats_rows(
         direct = "direct" if stats["disk.direct"] else "buffered"
         rows.append(("disk used / peak", f"{size('disk.used.current')} / {size('disk.used.peak')}"))
         rows.append(("disk reserved / limit", f"{size('disk.reserved.current')} / {size('disk.capacity')}"))
+        if "node.spill.bytes" in stats:
+            rows.append(("disk of all ranks / limit", f"{size('node.spill.used')} / {size('node.spill.bytes')}"))
+        if "node.writes.bytes" in stats:
+            rows.append(("written by all / limit", f"{size('node.writes.used')} / {size('node.writes.bytes')}"))
         rows.append(("disk tier", f"{stats['disk.state']}, {direct}, {stats['disk.failures.total']} failures"))
         for name in ("spilled", "fetched"):
             rows.append((name, f"{stats[f'{name}.blocks.total']} blocks, {size(f'{name}.bytes.total')}"))

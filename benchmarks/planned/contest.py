@@ -16,8 +16,8 @@ from tiered_mem import TieringManager
 from tiered_mem.activations.layers import repeated_blocks
 from tiered_mem.policies import LayerOrderPolicy, PlannedPolicy, Policy
 from tiered_mem.policies.planning.profile import Link, floor, least_seconds
-from tiered_mem.policies.planning.repertoire import Table
 from tiered_mem.policies.planning.stitching import Ways
+from tiered_mem.policies.planning.table import Table
 
 from .loads import alike, fullest
 from .lower_bound import least_of_mixtures

@@ -19,8 +19,8 @@ from tiered_mem.policies.base import (
 )
 from tiered_mem.policies.planning.profile import Profile
 from tiered_mem.policies.planning.recording import Recording, StepNames
-from tiered_mem.policies.planning.repertoire import Table
 from tiered_mem.policies.planning.step import StepUnderWay
+from tiered_mem.policies.planning.table import Table
 
 _UNTOLD = (Memory, StepMeasured, Refused, StepBegin, StepEnd)
 

@@ -4,16 +4,26 @@
     python -m benchmarks.recompute --sizes 7b-8192 --ways plain full-best auto
 
 Dry runs on the modelled clock of a 910B3, a process for each row: the times are the same on each machine. The
-optimizer's states rest on the host, but for the plain training's, which has all on the device.
+optimizer's states rest on the host, and come and leave when backward is over, where nothing else is said.
 
+    plain                       all on the device, the optimizer's states too
+    plain-host                  all but these
+    plain-backward              the same with overlap="backward": they come and leave beside backward
+    plain-forward               and with overlap="forward": they come and leave beside the next forward
     full, selective             torch's checkpoint around all layers; selective keeps products and attention
     full-best, selective-best   the same around as few layers as keep the budget
     moving                      policy="auto" with TieringManager(recompute=False)
     auto                        policy="auto"
+    auto-backward-host          the same with overlap="backward", and so auto-forward-host
+    auto-backward               the same with residency="auto" for the optimizer's states, and so auto-forward
 
-Peaks are the highest of all steps, and times those of the last one. Exits with 1 where auto passes its budget, is
-more than 1.002 times as long as another way within the budget, or is behind the goal for its size: how long forward
-and backward may take over plain's.
+Peaks are the highest of all steps, and times those of the last one. With an overlap the optimizer's time is in what
+it goes on beside: the whole step tells. Below the table are the most gradients that there are at once.
+
+Exits with 1 where a way of policy="auto" passes its budget, or is more than 1.002 times as long as another way
+within it: auto beside those without an overlap, an overlap with all states on the host beside auto as well, and one
+with residency="auto" beside both. And where auto is behind the goal for its size: how long forward and backward may
+take over plain's.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,10 +42,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.children import found_by
+from benchmarks.overlaps import OVERLAPS
 
 from .sizes import SIZES
 
-WAYS = ("plain", "full", "selective", "full-best", "selective-best", "moving", "auto")
+UNBUDGETED = ("plain", "plain-host", *(f"plain-{overlap}" for overlap in OVERLAPS))
+OVERLAPPED = tuple(f"auto-{overlap}" for overlap in OVERLAPS)
+OTHERS = ("full", "selective", "full-best", "selective-best", "moving")
+WAYS = (*UNBUDGETED, *OTHERS, "auto", *(f"{way}{more}" for way in OVERLAPPED for more in ("-host", "")))
 RESULTS = Path(__file__).parents[1] / "results" / "recompute.json"
 GIB = 1 << 30
 ROUNDING = 1.002  # how much longer than another way a step may take for as long as that
@@ -45,7 +59,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 def main() -> int:
     options = parse()
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console = Console(width=None if sys.stdout.isatty() else 80)
     options.json.parent.mkdir(exist_ok=True)
     found: dict[str, dict[str, Any]] = {size: {} for size in options.sizes}
     pairs = [(size, way) for size in options.sizes for way in options.ways]
@@ -65,6 +79,8 @@ def main() -> int:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
     for size in options.sizes:
         console.print(table(size, found[size]))
+        for line in below_table(found[size]):
+            console.print(line, highlight=False)
     missed = [f"{size}: {miss}" for size in options.sizes for miss in misses(size, found[size])]
     for miss in missed:
         console.print(miss, highlight=False)
@@ -79,22 +95,34 @@ def measured(size: str, way: str, options: argparse.Namespace, progress: Progres
 
 
 def misses(size: str, rows: Rows) -> Iterator[str]:
-    """What auto was to be and is not, as far as the rows that were asked for tell."""
-    auto, there = rows.get("auto"), SIZES[size]
-    if auto is None:
+    """What ways of policy="auto" were to be and are not, as far as the rows that were asked for tell."""
+    yield from misses_of("auto", OTHERS, size, rows)
+    for way in OVERLAPPED:
+        yield from misses_of(f"{way}-host", (*OTHERS, "auto"), size, rows)
+        yield from misses_of(way, (*OTHERS, "auto", f"{way}-host"), size, rows)
+    goal = SIZES[size].goal
+    if goal is not None and {"plain", "auto"} <= rows.keys() and "error" not in rows["auto"]:
+        over = over_plain(rows["auto"], rows)
+        if over > goal:
+            yield f"forward and backward of auto take {over:.3f} of plain's; the goal is {goal}"
+
+
+def misses_of(way: str, others: Iterable[str], size: str, rows: Rows) -> Iterator[str]:
+    """others: the ways that are not to be shorter within the budget."""
+    if (mine := rows.get(way)) is None:
         return
-    if "error" in auto:
-        yield f"there is no plan: {auto['error'].split('. ')[0]}"
+    if "error" in mine:
+        yield f"there is no plan for {way}: {mine['error'].split('. ')[0]}"
         return
-    budget = there.budget * GIB
-    if auto["peak"] > budget:
-        yield f"the peak of auto is {auto['peak'] / budget:.4f} of the budget"
-    for way, row in rows.items():
-        beside = way not in ("plain", "auto") and "error" not in row and row["peak"] <= budget
-        if beside and auto["step"] > ROUNDING * row["step"]:
-            yield f"auto takes {auto['step'] / row['step']:.3f} of {way}"
-    if there.goal is not None and "plain" in rows and (over := over_plain(auto, rows)) > there.goal:
-        yield f"forward and backward of auto take {over:.3f} of plain's; the goal is {there.goal}"
+    budget = SIZES[size].budget * GIB
+    if mine["peak"] > budget:
+        yield f"the peak of {way} is {mine['peak'] / budget:.4f} of the budget"
+    for other in others:
+        row = rows.get(other)
+        if row is None or "error" in row or row["peak"] > budget:
+            continue
+        if mine["step"] > ROUNDING * row["step"]:
+            yield f"{way} takes {mine['step'] / row['step']:.3f} of {other}"
 
 
 def over_plain(row: Mapping[str, Any], rows: Rows) -> float:
@@ -107,26 +135,38 @@ def table(size: str, rows: Rows) -> Table:
     there = SIZES[size]
     result = Table(
         title=str(there),
-        caption="modelled seconds; both: forward and backward, over plain's",
+        caption="modelled seconds; fits: into the budget\n"
+        "both, whole: forward and backward, and the whole step, over plain's",
         box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
+        padding=0,
         pad_edge=False,
+        show_edge=False,
     )
     result.add_column("way", no_wrap=True)
-    for column in ("forward", "backward", "both", "optimizer", "step", "peak GiB"):
+    for column in ("forward", "backward", "both", "update", "step", "whole", "peak\nGiB", "fits"):
         result.add_column(column, justify="right", no_wrap=True)
-    result.add_column("in budget")
     for way, row in rows.items():
         if "error" in row:
-            result.add_row(way, "", "", "", "", "", "", f"no: {row['error'].split('. ')[0]}")
+            result.add_row(way, *[""] * 7, "no")
             continue
         cells = [f"{way}, {row['setting']}" if row["setting"] else way]
         cells += [f"{row[part]:.3f}" for part in ("forward", "backward")]
         cells.append(f"{over_plain(row, rows):.3f}" if "plain" in rows else "")
         cells += [f"{row[part]:.3f}" for part in ("optimizer", "step")]
+        cells.append(f"{row['step'] / rows['plain']['step']:.3f}" if "plain" in rows else "")
         cells += [f"{row['peak'] / GIB:.2f}", "yes" if row["peak"] <= there.budget * GIB else "no"]
         result.add_row(*cells)
     return result
+
+
+def below_table(rows: Rows) -> Iterator[str]:
+    """What the table has no room for: the gradients, and why a way has no figures."""
+    most = [f"{way} {row['gradients'] / GIB:.2f}" for way, row in rows.items() if row.get("gradients") is not None]
+    if most:
+        yield f"GiB of gradients at once, at most: {', '.join(most)}"
+    for way, row in rows.items():
+        if "error" in row:
+            yield f"{way}: {row['error'].split('. ')[0]}"
 
 
 def parse() -> argparse.Namespace:

@@ -44,6 +44,7 @@ def main() -> None:
             timeline=options.timeline,
             clock=options.clock,
             server=options.server,
+            host_memory_bytes_per_s=options.host_memory,
             host_operators=options.host_operators,
             dry=options.dry,
             dry_value=options.dry_value,
@@ -125,6 +126,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--clock", metavar="CHIP", help="model time by this chip, a name or FILE.toml")
     parser.add_argument(
         "--server", metavar="SERVER", help="whose host link that chip is behind, a name or FILE.toml"
+    )
+    parser.add_argument(
+        "--host-memory", metavar="RATE", help="what that server's memory gives the copies of all ranks together"
     )
     parser.add_argument(
         "--host-operators", action="store_true", help="count what each operator of torch costs the modelled host"

@@ -1,4 +1,4 @@
-"""The modelled machine's drive: when reads and writes of files would begin and end."""
+"""The modelled machine's drives: when reads and writes of files would begin and end."""
 
 import ctypes
 import logging
@@ -21,17 +21,22 @@ _log = logging.getLogger("ascend_emulator.drives")
 
 
 class ModelledDrive:
-    """Operations on the drive of the modelled server, which does one at a time, and reads before writes.
+    """Operations on a drive of the modelled server, which does one at a time, and reads before writes.
 
-    It moves no bytes: whoever submits an operation does that, and shows them to nobody before it is done. There is
-    one drive: all objects of this class stand for it.
+    It moves no bytes: whoever submits an operation does that, and shows them to nobody before it is done.
 
+    number: which drive it is. The server has as many alike as are asked for, and each does its own operations
+    beside the others'. All objects with one number stand for the same drive.
     dry: whether this is a dry run, in which there are no bytes to move.
 
-    Raises EmulatorError without a device, without a clock, and for a server whose drives are not known.
+    Raises EmulatorError without a device, without a clock, and for a server whose drives are not known, and
+    ValueError for a number below 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        if number < 0:
+            raise ValueError(f"number is {number}; drives are counted from 0")
+        self._number = number
         self._library = runtime()
         if not self._library.ascend_emulator_models_time():
             raise EmulatorError("a modelled drive needs modelled time: --clock CHIP (clock=...)")
@@ -41,7 +46,7 @@ class ModelledDrive:
 
     def submit(self, nbytes: int, *, read: bool) -> "DriveOperation":
         """Begin to read or write so many bytes, when the drive is free. It costs the modelled host nothing."""
-        return DriveOperation(self._library, nbytes, read)
+        return DriveOperation(self._library, self._number, nbytes, read)
 
     def now(self) -> float:
         """The modelled host's time in seconds."""
@@ -59,11 +64,11 @@ class ModelledDrive:
 class DriveOperation:
     """A read or a write that was submitted."""
 
-    def __init__(self, library: ctypes.CDLL, nbytes: int, read: bool) -> None:
+    def __init__(self, library: ctypes.CDLL, drive: int, nbytes: int, read: bool) -> None:
         self._library = library
         submit = library.ascend_emulator_drive_submit
         submit.restype = ctypes.c_void_p
-        self._handle = ctypes.c_void_p(submit(int(read), ctypes.c_size_t(nbytes)))
+        self._handle = ctypes.c_void_p(submit(drive, int(read), ctypes.c_size_t(nbytes)))
         weakref.finalize(self, library.ascend_emulator_drive_forget, self._handle).atexit = False
 
     @property
@@ -206,15 +211,15 @@ class HollowFiles:
         self._files.truncate(fd, nbytes)
 
 
-def offered_drive() -> ModelledDrive | None:
-    """What pyproject.toml offers as an entry point: the drive, or None without a clock.
+def offered_drive(number: int = 0) -> ModelledDrive | None:
+    """What pyproject.toml offers as an entry point: the drive of that number, or None without a clock.
 
     None as well, after a warning, for a server whose drives are not known.
     """
     if not is_running() or not runtime().ascend_emulator_models_time():
         return None
     try:
-        return ModelledDrive()
+        return ModelledDrive(number)
     except EmulatorError as error:
         _log.warning("files take the time of this machine, and no modelled one: %s", error)
         return None

@@ -65,7 +65,7 @@ def _read(path: Path, known: Mapping[str, _Figure]) -> dict[str, str]:
             found[name] = check(value)
         except (TypeError, ValueError):
             raise EmulatorError(f"{path}: {name} must be {what}, not {value!r}") from None
-    optional = () if any(name in _DRIVES for name in found) else _DRIVES
+    optional = (*_HOST_MEMORY, *(() if any(name in _DRIVES for name in found) else _DRIVES))
     needed = [name for name in known if name not in optional]
     if missing := [name for name in needed if name not in found and name != "server"]:
         raise EmulatorError(f"{path}: {missing[0]} is missing; needed are {', '.join(needed)}")
@@ -147,6 +147,8 @@ _DRIVES: Mapping[str, _Figure] = {
     "drives.write_bytes_per_s": _POSITIVE,
     "drives.latency_us": _COST,
 }
+# Without it the cards of a server do not slow each other.
+_HOST_MEMORY: Mapping[str, _Figure] = {"host_memory.bytes_per_s": _POSITIVE}
 _SERVER: Mapping[str, _Figure] = {
     "link.h2d_bytes_per_s": _POSITIVE,
     "link.d2h_bytes_per_s": _POSITIVE,
@@ -157,5 +159,6 @@ _SERVER: Mapping[str, _Figure] = {
     "cards.ring_bytes_per_s": _POSITIVE,
     "cards.pair_bytes_per_s": _POSITIVE,
     "cards.start_us": _COST,
+    **_HOST_MEMORY,
     **_DRIVES,
 }

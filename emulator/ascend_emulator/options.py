@@ -42,6 +42,7 @@ class Options:
     timeline: Path | None = None
     clock: str | None = None
     server: str | None = None
+    host_memory_bytes_per_s: int = 0
     host_operators: bool = False
     dry: bool = False
     dry_value: float = 0
@@ -54,6 +55,8 @@ class Options:
             raise EmulatorError(
                 "a server is there for modelled time, so it needs a clock: --clock CHIP (clock=...)"
             )
+        if self.clock is None and self.host_memory_bytes_per_s:
+            raise EmulatorError("the host memory's rate needs a clock: --clock CHIP (clock=...)")
         if self.clock is None and self.host_operators:
             raise EmulatorError("what operators cost the host needs a clock: --clock CHIP (clock=...)")
         self._check_dry()
@@ -215,6 +218,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "timeline": _parse_timeline,
     "clock": parse_chip,
     "server": parse_server,
+    "host_memory_bytes_per_s": parse_rate,
     "host_operators": _switch("host_operators"),
     "dry": _switch("dry"),
     "dry_value": _number("the dry value"),

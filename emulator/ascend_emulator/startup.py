@@ -41,6 +41,7 @@ def start(
     timeline: str | Path | None = None,
     clock: str | Path | None = None,
     server: str | Path | None = None,
+    host_memory_bytes_per_s: int | str | None = None,
     host_operators: bool = False,
     dry: bool | None = None,
     dry_value: float | None = None,
@@ -66,6 +67,8 @@ def start(
         "a100", "h100", "h200", or a chip file, FILE.toml. None keeps this machine's time.
     server: whose host link the chip is behind, by name or as FILE.toml; None means the chip's usual one. The two
         rates above override its own.
+    host_memory_bytes_per_s: what the modelled host's memory gives the copies of all ranks together, in both
+        directions; None means what the server's file says.
     host_operators: whether each operator of torch costs the modelled host what the chip's file says, also one that
         launches nothing; else only calls of the runtime cost it something.
     dry: compute nothing and move no bytes: operations take their modelled time, and memory is only counted.

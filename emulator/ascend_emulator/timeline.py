@@ -12,13 +12,14 @@ from ascend_emulator.runtime import runtime, text_from
 
 
 class Span(NamedTuple):
-    """One copy, fill or kernel, or with a clock one operation of the modelled drive.
+    """One copy, fill or kernel, or with a clock one operation of a modelled drive.
 
     name: "copy_h2d", "copy_d2h", "copy_d2d", "memset", or the kernel's, such as "aclnnMatmul"; with the race
         detector on also "free", where torch's allocator takes memory back. "drive_read" and "drive_write" are
-        the drive's.
-    device, stream: numbers; streams are counted from 1 over all devices. The drive is device -1, with stream 0.
-    nbytes: bytes written; of the drive those that were read or written.
+        those of drives.
+    device, stream: numbers; streams are counted from 1 over all devices. The first drive is device -1, the next
+        one -2, with stream 0.
+    nbytes: bytes written; of a drive those that were read or written.
     start, end: seconds on the clock of now().
     """
 
@@ -78,14 +79,14 @@ def record_timeline() -> Iterator[list[Span]]:
 def write_trace(path: str | Path, spans: Sequence[Span] | None = None) -> None:
     """Writes a trace for Perfetto or chrome://tracing: a process for each device, a thread for each stream.
 
-    The drive is a process too.
+    A drive is a process too.
 
     spans: those of timeline() unless given. Raises OSError where the file cannot be written.
     """
     shown = timeline() if spans is None else spans
     streams = sorted({(span.device, span.stream) for span in shown})
     devices = sorted({device for device, _ in streams})
-    titles = {device: f"npu:{device}" if device >= 0 else "drive" for device in devices}
+    titles = {device: f"npu:{device}" if device >= 0 else _drive(device) for device in devices}
     names = [_name("process", titles[device], pid=_pid(device)) for device in devices]
     names += [_name("thread", f"stream {stream}", pid=_pid(device), tid=stream) for device, stream in streams]
     events = [
@@ -104,7 +105,12 @@ def write_trace(path: str | Path, spans: Sequence[Span] | None = None) -> None:
 
 
 def _pid(device: int) -> int:
-    return device if device >= 0 else 1000  # traces have no negative ones
+    return device if device >= 0 else 999 - device  # traces have no negative ones
+
+
+def _drive(device: int) -> str:
+    """A machine mostly has one, which needs no number."""
+    return "drive" if device == -1 else f"drive:{-1 - device}"
 
 
 def _name(what: str, name: str, **where: int) -> dict[str, object]:

@@ -7,7 +7,7 @@
 
 #include "signature.h"
 
-#include "../runtime/work.h"
+#include "../runtime/joint_operation.h"
 
 #include <atomic>
 #include <chrono>
@@ -23,11 +23,12 @@ constexpr uint64_t kTrays = 2;             // while others read from one, a rank
 constexpr std::chrono::seconds kDefaultPatience{60};
 constexpr uint64_t kStops = 64;            // how many operations a rank may be ahead in modelled time
 
-// When a rank arrives at an operation in modelled time, and how long it expects that to last.
+// When a rank arrives at an operation in modelled time, how long it expects that to last, and how its link is used.
 struct Stop {
   std::atomic<uint64_t> number;  // of the operation, written last
   Nanoseconds arrives;
   Nanoseconds lasts;
+  LinkUse link;
 };
 
 // One rank on one channel. Operations are numbered from 1 there. Each has two steps: with number n, step 2n - 1 is

@@ -121,11 +121,12 @@ void Exchange::wait() {
 
 void Exchange::abandon() { give_up_on(legs_.front(), legs_.front().party, "the device is lost"); }
 
-void Exchange::arrives(Nanoseconds time, Nanoseconds lasts) {
+void Exchange::arrives(Nanoseconds time, Nanoseconds lasts, const LinkUse& link) {
   for (const Leg& leg : legs_) {
     Stop& stop = leg.channel.parties[leg.party].stops[leg.number % kStops];
     stop.arrives = time;
     stop.lasts = lasts;
+    stop.link = link;
     stop.number = leg.number;
   }
   board_->changed();
@@ -137,12 +138,14 @@ std::optional<Nanoseconds> Exchange::ends() {
   if (board_->has_failed()) return 0;
   if (any_party(legs_, has_not_arrived)) return std::nullopt;
   Nanoseconds end = 0;
+  std::vector<LinkUse> links;
   for (const Leg& leg : legs_) {
     Nanoseconds all_are_there = 0, lasts = 0;
     for (size_t party = 0; party < leg.channel.ranks.size(); ++party) {
       const Stop& stop = leg.channel.parties[party].stops[leg.number % kStops];
       all_are_there = std::max(all_are_there, stop.arrives);
       lasts = std::max(lasts, stop.lasts);
+      links.push_back(stop.link);
       if (stop.number == leg.number) continue;
       board_->fail(in_words(leg) + ": " + board_->name_of(leg.channel.ranks[party]) + " is more than " +
                   std::to_string(kStops) + " operations ahead in modelled time");
@@ -150,7 +153,13 @@ std::optional<Nanoseconds> Exchange::ends() {
     }
     end = std::max(end, all_are_there + lasts);
   }
+  links_ = std::move(links);
   return ends_ = end;
+}
+
+std::vector<LinkUse> Exchange::links() {
+  std::lock_guard lock(mutex_);
+  return links_;
 }
 
 void Exchange::wait_for_end() {

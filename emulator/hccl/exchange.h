@@ -60,8 +60,9 @@ class Exchange : public JointOperation {
   void wait() override;
   void abandon() override;
 
-  void arrives(Nanoseconds time, Nanoseconds lasts) override;
+  void arrives(Nanoseconds time, Nanoseconds lasts, const LinkUse& link) override;
   std::optional<Nanoseconds> ends() override;
+  std::vector<LinkUse> links() override;
   void wait_for_end() override;
 
  private:
@@ -79,6 +80,7 @@ class Exchange : public JointOperation {
   std::mutex mutex_;
   std::optional<Clock::time_point> waited_since_;
   std::optional<Nanoseconds> ends_;
+  std::vector<LinkUse> links_;
 };
 
 }  // namespace emulator::hccl

@@ -1,4 +1,4 @@
-// The modelled drive, for the Python package: what hands operations to it, and asks when they end.
+// The modelled drives, for the Python package: what hands operations to one, and asks when they end.
 #include "operation.h"
 #include "simulation.h"
 
@@ -15,8 +15,8 @@ Simulation::Lane& lane_of(void* operation) { return **static_cast<Held*>(operati
 
 ACL_EXPORT int ascend_emulator_has_drive() { return Simulation::on() && Simulation::get().has_drive(); }
 
-ACL_EXPORT void* ascend_emulator_drive_submit(int reads, size_t nbytes) {
-  return new Held(Simulation::get().use_drive(reads != 0, nbytes));
+ACL_EXPORT void* ascend_emulator_drive_submit(int drive, int reads, size_t nbytes) {
+  return new Held(Simulation::get().use_drive(drive, reads != 0, nbytes));
 }
 
 ACL_EXPORT int ascend_emulator_drive_done(void* operation) { return Simulation::get().asked(lane_of(operation)); }

@@ -51,6 +51,7 @@ Model::Model(const std::string& figures)
       operator_(microseconds("host.operator_us")),
       h2d_(number("link.h2d_bytes_per_s") * kPerSecond),
       d2h_(number("link.d2h_bytes_per_s") * kPerSecond),
+      host_memory_(number_or_0("host_memory.bytes_per_s") * kPerSecond),
       ring_(number("cards.ring_bytes_per_s") * kPerSecond),
       pair_(number("cards.pair_bytes_per_s") * kPerSecond),
       ring_start_(microseconds("cards.start_us")),
@@ -108,6 +109,11 @@ double Model::link_rate(const Work& work) const {
   const double chosen = (up ? settings().h2d_bytes_per_s : settings().d2h_bytes_per_s) * kPerSecond;
   const double rate = chosen > 0 ? chosen : up ? h2d_ : d2h_;
   return work.pageable ? rate * pageable_share_ : rate;
+}
+
+double Model::host_memory() const {
+  const double chosen = settings().host_memory_bytes_per_s * kPerSecond;
+  return chosen > 0 ? chosen : host_memory_;
 }
 
 Nanoseconds Model::drive(const Work& work) const {

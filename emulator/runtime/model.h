@@ -24,6 +24,8 @@ class Model {
   double link_rate(const Work& work) const;
   // What a direction keeps of that while the other one is busy.
   double share_beside(Unit direction) const;
+  // What the host's memory gives all copies of all cards together, per nanosecond; 0 where that is no limit.
+  double host_memory() const;
 
   // Whether the server's drives are known, and how long they take to read or write.
   bool has_drive() const { return drive_read_ > 0; }
@@ -60,6 +62,7 @@ class Model {
   const double step_factor_;
   const Nanoseconds latency_, issue_, event_, query_, wait_, operator_;
   const double h2d_, d2h_;  // bytes per ns
+  const double host_memory_;  // bytes per ns; 0 where nothing is known
   const double ring_, pair_;  // bytes per ns
   const Nanoseconds ring_start_;
   const double h2d_beside_d2h_, d2h_beside_h2d_, pageable_share_;

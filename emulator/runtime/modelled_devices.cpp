@@ -9,6 +9,12 @@
 namespace emulator {
 namespace {
 
+// How long a link's use is remembered, in nanoseconds: long beside what one copy waits for another, short beside what
+// a training does for long.
+constexpr double kMemory = 1e8;
+// A link that was used less than this is as good as idle: who has only copied a number does not count.
+constexpr double kIdle = 1e-4;
+
 // What happens if the host issues nothing after some task. Joint operations on which that task does not depend may end
 // at any time, which nobody knows as yet: here they do not end.
 class Foresight : public ModelledDevices {
@@ -16,11 +22,12 @@ class Foresight : public ModelledDevices {
   Foresight(const ModelledDevices& devices, const Task& task, JointOperations ending)
       : ModelledDevices(devices, task.number), number_(task.number), ending_(std::move(ending)) {}
 
-  // When the task is the first of its lane, and has all it waits for.
-  Nanoseconds arrival() {
+  // When the task is the first of its lane, and has all it waits for; and how the lane's link was used by then.
+  std::pair<Nanoseconds, LinkUse> arrival() {
     for (;; step()) {
       for (const auto& lane : busy()) {
-        if (lane->begun && lane->tasks.front()->number == number_) return lane->began;
+        if (!lane->begun || lane->tasks.front()->number != number_) continue;
+        return {lane->began, use_of(lane->device, lane->began)};
       }
     }
   }
@@ -44,7 +51,7 @@ class Foresight : public ModelledDevices {
 }  // namespace
 
 ModelledDevices::ModelledDevices(const ModelledDevices& other, uint64_t last_number)
-    : model_(other.model_), time_(other.time_), devices_(other.devices_) {
+    : model_(other.model_), time_(other.time_), devices_(other.devices_), told_(other.told_) {
   std::map<Lane*, Lane*> copies{{nullptr, nullptr}};
   for (const auto& lane : other.busy_) {
     auto copy = std::make_shared<Lane>(*lane);
@@ -76,7 +83,7 @@ void ModelledDevices::add(const std::shared_ptr<Lane>& lane, std::shared_ptr<con
 }
 
 bool ModelledDevices::cancel(Lane& lane) {
-  Engine& drive = devices_[kDrive].compute;
+  Engine& drive = devices_[lane.device].compute;
   if (lane.tasks.empty() || drive.serves == &lane) return false;
   std::erase_if(drive.waiting, [&lane](const auto& waiting) { return std::get<Lane*>(waiting) == &lane; });
   lane.tasks.clear();
@@ -135,10 +142,12 @@ std::shared_ptr<JointOperation> ModelledDevices::let_happen(const Next& next) {
   if (next.unknown) return next.unknown;
   time_ = next.at;
   if (next.engine != nullptr) {
+    if (is_link(next.engine->unit)) next.engine->note_use(time_);
     Lane& lane = *std::exchange(next.engine->serves, nullptr);
     end_first(lane);
     if (is_link(next.engine->unit)) share_link(devices_[lane.device]);
   } else if (next.lane != nullptr) {
+    hear(next.lane->device, *next.lane->tasks.front()->joint);
     end_first(*next.lane);
   }
   begin_what_can();
@@ -174,9 +183,9 @@ std::shared_ptr<JointOperation> ModelledDevices::foresee() {
       unknown = each;
       return false;
     }
-    const Nanoseconds arrival = Foresight(*this, *task, std::move(needed)).arrival();
+    const auto [arrival, link] = Foresight(*this, *task, std::move(needed)).arrival();
     const Nanoseconds lasts = model_.ring(*task->work);
-    task->joint->arrives(arrival, lasts);
+    task->joint->arrives(arrival, lasts, link);
     least_ends_[task->joint.get()] = arrival + lasts;
     return true;
   });
@@ -246,12 +255,13 @@ void ModelledDevices::begin_on_engines() {
 }
 
 void ModelledDevices::begin(Device& device, Engine& engine) {
+  if (is_link(engine.unit)) engine.note_use(time_);
   engine.serves = std::get<Lane*>(*engine.waiting.begin());
   engine.waiting.erase(engine.waiting.begin());
   engine.serves->began = time_;
   const Work& work = *engine.serves->tasks.front()->work;
   if (!is_link(engine.unit)) {
-    engine.ends = time_ + (engine.serves->device == kDrive ? model_.drive(work) : model_.kernel(work));
+    engine.ends = time_ + (is_drive(engine.serves->device) ? model_.drive(work) : model_.kernel(work));
     return;
   }
   engine.since = time_ + model_.latency();
@@ -261,18 +271,62 @@ void ModelledDevices::begin(Device& device, Engine& engine) {
   share_link(device);
 }
 
-// One direction has begun or ended: both flow on, at the rates that they have now.
+// One direction has begun or ended, or other cards begin or cease to copy: both flow on, at the rates that they have
+// now. Where all cards together ask the host's memory for more than it has, each gets the same part of what it asks.
 void ModelledDevices::share_link(Device& device) {
   const bool both = device.h2d.serves != nullptr && device.d2h.serves != nullptr;
+  double asked = 0;
+  for (const Engine* engine : {&device.h2d, &device.d2h}) {
+    const bool busy = engine->serves != nullptr;
+    const double rate = busy ? engine->alone : model_.link_rate({.unit = engine->unit});
+    asked += rate * (both ? model_.share_beside(engine->unit) : 1) * (busy ? 1 + engine->others : engine->instead);
+  }
+  const double memory = model_.host_memory();
+  const double got = memory > 0 && asked > memory ? memory / asked : 1;
   for (Engine* engine : {&device.h2d, &device.d2h}) {
     if (engine->serves == nullptr) continue;
     if (time_ > engine->since) {
       engine->left = std::max(0.0, engine->left - engine->rate * (time_ - engine->since));
       engine->since = time_;
     }
-    engine->rate = engine->alone * (both ? model_.share_beside(engine->unit) : 1);
+    engine->rate = engine->alone * (both ? model_.share_beside(engine->unit) : 1) * got;
     engine->ends = engine->since + std::llround(engine->left / engine->rate);
   }
+}
+
+double ModelledDevices::Engine::use(Nanoseconds now) const {
+  const double kept = std::exp(-(now - used_at) / kMemory);
+  return serves != nullptr ? 1 - (1 - used) * kept : used * kept;
+}
+
+// Only when it begins or ceases to be used: so the figures do not depend on when somebody looks.
+void ModelledDevices::Engine::note_use(Nanoseconds now) {
+  used = use(now);
+  used_at = now;
+}
+
+LinkUse ModelledDevices::use_of(int device, Nanoseconds now) {
+  const Device& of = devices_[device];
+  return {.device = device, .h2d = of.h2d.use(now), .d2h = of.d2h.use(now)};
+}
+
+// A joint operation ends, and tells what the links of all its ranks do. They are taken to begin together: while this
+// one is busy, others that are used less are busy for a part of that time, and for the rest this one has gone on alone.
+void ModelledDevices::hear(int device, JointOperation& joint) {
+  for (const LinkUse& link : joint.links()) told_[link.device] = link;
+  Device& here = devices_[device];
+  const LinkUse& mine = told_[device];
+  here.h2d.others = here.h2d.instead = here.d2h.others = here.d2h.instead = 0;
+  const auto count = [](Engine& engine, double theirs, double mine) {
+    engine.others += std::min(1.0, theirs / std::max(mine, kIdle));
+    engine.instead += std::max(0.0, theirs - mine);
+  };
+  for (const auto& [number, link] : told_) {
+    if (number == device) continue;
+    count(here.h2d, link.h2d, mine.h2d);
+    count(here.d2h, link.d2h, mine.d2h);
+  }
+  share_link(here);
 }
 
 }  // namespace emulator

@@ -2,9 +2,12 @@
 //
 // A stream's operations begin in order, none before it was issued. One that needs an engine (of each device there are
 // three: for computing, and for each direction of its link) waits there behind those that were ready before it. While
-// both directions of the link move bytes, each is slower. The machine has one drive, which does one operation at a
-// time, reads before writes. A joint operation of several ranks ends when all have arrived and the bytes have gone
+// both directions of the link move bytes, each is slower. A drive of the machine does one operation at a time, reads
+// before writes. A joint operation of several ranks ends when all have arrived and the bytes have gone
 // round.
+//
+// The cards share the host's memory. What the links of other ranks do is told with their arrivals, and holds from the
+// end of the joint operation to that of the next one: how it was used lately stands for how it is used until then.
 //
 // What others do must be the same in each run, and so must not depend on when this process happens to hear of them. So
 // the end of a joint operation is worked out only when the host wants to know what has come to pass, and it waits for
@@ -51,7 +54,9 @@ class ModelledDevices {
     Nanoseconds ended = 0;  // the last one that did
   };
 
-  static constexpr int kDrive = -1;  // the drive counts as a device, whose engine it is
+  // A drive counts as a device, whose engine it is: the first one as -1, the next as -2.
+  static constexpr int device_of_drive(int drive) { return -1 - drive; }
+  static constexpr bool is_drive(int device) { return device < 0; }
 
   explicit ModelledDevices(const Model& model) : model_(model) {}
   virtual ~ModelledDevices() = default;
@@ -61,7 +66,7 @@ class ModelledDevices {
   bool is_busy(int device) const;
 
   void add(const std::shared_ptr<Lane>& lane, std::shared_ptr<const Task> task);
-  // Takes back the one task of a lane of the drive. False if it has begun.
+  // Takes back the one task of a lane of a drive. False if it has begun.
   bool cancel(Lane& lane);
 
   // Lets happen what happens until then, but not the end of a joint operation, nor what is later than that.
@@ -84,13 +89,14 @@ class ModelledDevices {
   virtual bool is_reached(const StreamPoint& point) const;
   virtual std::optional<Nanoseconds> end_of(JointOperation& joint) { return joint.ends(); }
   const std::vector<std::shared_ptr<Lane>>& busy() const { return busy_; }
+  LinkUse use_of(int device, Nanoseconds now);
 
  private:
   static constexpr Nanoseconds kNever = INT64_MAX;
 
   struct Engine {
-    Unit unit;  // h2d, d2h, or any other for computing and for the drive
-    // Writes to the drive come last; else by when it was ready, then in the order of issue.
+    Unit unit;  // h2d, d2h, or any other for computing and for drives
+    // Writes to a drive come last; else by when it was ready, then in the order of issue.
     std::set<std::tuple<bool, Nanoseconds, uint64_t, Lane*>> waiting{};
     Lane* serves = nullptr;
     Nanoseconds ends = kNever;
@@ -100,6 +106,13 @@ class ModelledDevices {
     double left = 0;
     double alone = 0;  // the rate that it would have
     double rate = 0;
+    double used = 0;  // at `used_at`, how much of the time it was; see LinkUse
+    Nanoseconds used_at = 0;
+    double others = 0;   // the links that use the host's memory in this direction beside this one: while it is busy
+    double instead = 0;  // and while it is not
+
+    double use(Nanoseconds now) const;
+    void note_use(Nanoseconds now);
   };
 
   struct Device {
@@ -127,11 +140,13 @@ class ModelledDevices {
   void begin_on_engines();
   void begin(Device& device, Engine& engine);
   void share_link(Device& device);
+  void hear(int device, JointOperation& joint);
 
   const Model& model_;
   Nanoseconds time_ = 0;
   std::vector<std::shared_ptr<Lane>> busy_;  // the lanes that have tasks
   std::map<int, Device> devices_;
+  std::map<int, LinkUse> told_;  // by the device: what was heard last
   std::map<const JointOperation*, Nanoseconds> least_ends_;  // of those whose arrival is told
   std::deque<std::shared_ptr<const Task>> unforeseen_;  // joint ones whose arrival is not told yet; time stops at these
 };

@@ -36,6 +36,7 @@ Settings& settings() {
       .host_bytes = count("ASCEND_EMULATOR_HOST_BYTES", "0"),
       .h2d_bytes_per_s = number("ASCEND_EMULATOR_H2D_BYTES_PER_S", "0"),
       .d2h_bytes_per_s = number("ASCEND_EMULATOR_D2H_BYTES_PER_S", "0"),
+      .host_memory_bytes_per_s = number("ASCEND_EMULATOR_HOST_MEMORY_BYTES_PER_S", "0"),
       .current_stack = text("ASCEND_EMULATOR_STACK", "current") != "old",
       .devices = static_cast<int>(count("ASCEND_EMULATOR_DEVICES", "1")),
       .schedule = order(text("ASCEND_EMULATOR_SCHEDULE", "eager")),

@@ -16,6 +16,7 @@ struct Settings {
   std::atomic<size_t> host_bytes;       // most host memory that can be pinned; 0 means no limit
   std::atomic<double> h2d_bytes_per_s;  // 0 means as fast as memcpy goes
   std::atomic<double> d2h_bytes_per_s;
+  const double host_memory_bytes_per_s;  // of the modelled server; 0 means what its file says
   // false: a stack whose torch_npu does not recognise memory from ctypes as pinned, without aclrtMemcpyBatchAsync
   const bool current_stack;
   const int devices;

@@ -119,9 +119,9 @@ void Simulation::wait_for_device(int device) {
   wait_until(call, [&] { return !devices_.is_busy(device); }, model_.wait());
 }
 
-std::shared_ptr<Simulation::Lane> Simulation::use_drive(bool reads, size_t nbytes) {
+std::shared_ptr<Simulation::Lane> Simulation::use_drive(int drive, bool reads, size_t nbytes) {
   Call call(*this, 0);
-  const auto lane = open(ModelledDevices::kDrive, 0);
+  const auto lane = open(ModelledDevices::device_of_drive(drive), 0);
   issue_at_host_time(lane, {.name = reads ? "drive_read" : "drive_write",
                             .nbytes = nbytes,
                             .work = Work{.unit = reads ? Unit::drive_read : Unit::drive_write,

@@ -28,9 +28,9 @@ class Simulation {
   // Work that the host waits for without a stream. own_call: see Operation.
   void run_now(int device, const Work& work, bool own_call = true);
 
-  // The host hands a read or a write to the drive, which costs it nothing. The lane has no other operation.
+  // The host hands a read or a write to a drive, counted from 0, which costs it nothing. The lane has no other operation.
   bool has_drive() const { return model_.has_drive(); }
-  std::shared_ptr<Lane> use_drive(bool reads, size_t nbytes);
+  std::shared_ptr<Lane> use_drive(int drive, bool reads, size_t nbytes);
   // Takes it back. False if it has begun.
   bool cancel(Lane& lane);
   // When it began and ended, once it has ended.

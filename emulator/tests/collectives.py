@@ -5,19 +5,17 @@ Run by torch.distributed.run. Each rank prints a line of JSON: its number, and w
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 
-import ascend_emulator
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from emulator.tests.hccl_rank import RANK, RANKS, rank_of_job
+
 Check = Callable[[str], object]
 
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CHECKS: dict[str, Check] = {}
 
 
@@ -227,16 +225,11 @@ def equal(ours: object, theirs: object) -> bool:
 
 
 if __name__ == "__main__":
-    torch.npu.set_device(RANK)
-    dist.init_process_group("cpu:gloo,npu:hccl")
-    GROUP = dist.new_group([0, RANKS - 1])
-    found = {}
-    for name, function in CHECKS.items():
-        ours = function("npu")
-        if not equal(ours, theirs := function("cpu")):
-            found[name] = f"{ours} is not {theirs}"
-    torch.npu.synchronize()
-    watched = os.environ["ASCEND_EMULATOR_RACES"] == "1"
-    raced = [str(race) for race in ascend_emulator.races()] if watched else []
-    dist.destroy_process_group()
-    print(json.dumps({"rank": RANK, "checks": len(CHECKS), "wrong": found, "races": raced}), flush=True)
+    with rank_of_job("cpu:gloo,npu:hccl") as said:
+        GROUP = dist.new_group([0, RANKS - 1])
+        found = {}
+        for name, function in CHECKS.items():
+            ours = function("npu")
+            if not equal(ours, theirs := function("cpu")):
+                found[name] = f"{ours} is not {theirs}"
+        said |= {"checks": len(CHECKS), "wrong": found}

@@ -1,4 +1,4 @@
-"""Small programs that use the drive of the machine of timed.py, and tell what time it was."""
+"""Small programs that use the drives of the machine of timed.py, and tell what time it was."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def reads_before_writes(bench: Bench) -> Said:
 
 def objects_of_one_drive(bench: Bench) -> Said:
     return {"times": times(bench, write(), ModelledDrive().submit(NBYTES, read=False))}
+
+
+def two_drives(bench: Bench) -> Said:
+    other = ModelledDrive(1)
+    return {"times": times(bench, write(), other.submit(NBYTES, read=False), other.submit(NBYTES, read=True))}
 
 
 def polling(bench: Bench) -> Said:
@@ -89,6 +94,7 @@ PROGRAMS: dict[str, Callable[[Bench], Said]] = {
         one_each_way,
         reads_before_writes,
         objects_of_one_drive,
+        two_drives,
         polling,
         waiting_for_some_time,
         cancelling,

@@ -11,16 +11,23 @@ import pytest
 from emulator.tests.launch import run_ranks
 
 HBM = ("--hbm", "2GiB")
+SCHEDULES = [("eager",), ("late",), ("random", "--seed", "3")]
 job = pytest.mark.slow(why="each rank imports torch")
 
 
 def said(folder: Path, ranks: int, options: tuple[str, ...], *arguments: str, **environment: str) -> list[Any]:
-    """What each rank has printed as JSON, in their order. Two may have got into one line."""
+    """What each rank has printed as JSON, in their order."""
     done = run_ranks(ranks, (*HBM, *options), *arguments, cwd=folder, **environment)
-    found, text = [], done.stdout
+    found = lines_of(done.stdout)
+    assert len(found) == ranks, done.stderr[-3000:]
+    return found
+
+
+def lines_of(text: str) -> list[Any]:
+    """What ranks have printed as JSON, in their order. Two may have got into one line."""
+    found = []
     while text := text[text.find("{") :] if "{" in text else "":
         line, end = json.JSONDecoder().raw_decode(text)
         found.append(line)
         text = text[end:]
-    assert len(found) == ranks, done.stderr[-3000:]
     return sorted(found, key=lambda line: line["rank"])

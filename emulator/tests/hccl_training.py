@@ -7,7 +7,6 @@ gave for each model on both devices, as the losses and a digest of the weights.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -24,9 +23,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from emulator.tests.hccl_rank import RANK, RANKS, rank_of_job
 from emulator.tests.llama import CONTEXT, VOCABULARY, Llama
 
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STEPS = 4
 
 Wrap = Callable[[nn.Module, str], nn.Module]
@@ -143,17 +142,11 @@ def train(make: Callable[[], nn.Module], wrap: Wrap, device: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    torch.npu.set_device(RANK)
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("cpu:gloo,npu:hccl")
-    said: dict[str, Any] = {"rank": RANK}
-    for way in sys.argv[1:]:
-        for name, make in MODELS.items():
-            said[f"{way} {name}"] = {device: train(make, WAYS[way], device) for device in ("npu", "cpu")}
-    torch.npu.synchronize()
-    watched = os.environ["ASCEND_EMULATOR_RACES"] == "1"
-    said["races"] = [str(race) for race in ascend_emulator.races()] if watched else []
-    if os.environ["ASCEND_EMULATOR_CLOCK"]:
-        said["now"] = ascend_emulator.now()
-    dist.destroy_process_group()
-    print(json.dumps(said), flush=True)
+    with rank_of_job("cpu:gloo,npu:hccl") as said:
+        for way in sys.argv[1:]:
+            for name, make in MODELS.items():
+                said[f"{way} {name}"] = {device: train(make, WAYS[way], device) for device in ("npu", "cpu")}
+        if os.environ["ASCEND_EMULATOR_CLOCK"]:
+            torch.npu.synchronize()
+            said["now"] = ascend_emulator.now()

@@ -14,6 +14,7 @@ import pytest
 # What scripts import emulator.tests from.
 ROOT = Path(__file__).parents[2]
 EMULATOR = ("-m", "ascend_emulator")
+OF_RANKS = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 HANGS_S = 500  # less than pytest's own timeout, so that what the process has said is told
 
 
@@ -46,10 +47,14 @@ def run_ranks(
     ranks: int, options: tuple[str, ...], *arguments: str, cwd: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """torch.distributed.run ARGUMENTS... on as many emulated devices."""
+    command = command_of_ranks(ranks, options, *arguments)
+    return run(*command, cwd=cwd, pythonpath=ROOT, **OF_RANKS | environment)
+
+
+def command_of_ranks(ranks: int, options: tuple[str, ...], *arguments: str) -> list[str]:
+    """What Python gets."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    emulator = (*EMULATOR, "--devices", str(ranks), *options)
-    quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return run(*emulator, *launcher, *arguments, cwd=cwd, pythonpath=ROOT, **quiet | environment)
+    return [*EMULATOR, "--devices", str(ranks), *options, *launcher, *arguments]
 
 
 def child() -> str:

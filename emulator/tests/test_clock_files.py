@@ -75,6 +75,7 @@ WRONG_OPTIONS = {
         {"server": "atlas-a2"},
         "a server is there for modelled time, so it needs a clock",
     ),
+    "a host memory without a clock": ({"host_memory_bytes_per_s": "1GB/s"}, "the host memory's rate needs a clock"),
     "operators without a clock": ({"host_operators": True}, "what operators cost the host needs a clock"),
 }
 
@@ -147,7 +148,7 @@ def test_a_wrong_file_is_one_line_before_torch_is_loaded(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", CHIPS)
 def test_each_chip_has_all_figures_and_a_server(name: str) -> None:
     figures = model(clock=name)
-    assert len(figures) == (26 if name.startswith("910") else 29)  # of Atlas servers no drives are known
+    assert len(figures) == (27 if name.startswith("910") else 30)  # of Atlas servers no drives are known
     assert float(figures["link.h2d_bytes_per_s"]) > 1e10
 
 

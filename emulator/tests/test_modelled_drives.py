@@ -1,4 +1,4 @@
-"""The modelled drive: when its operations begin and end."""
+"""The modelled drives: when its operations begin and end."""
 
 from __future__ import annotations
 
@@ -68,8 +68,14 @@ def test_reads_come_before_writes_that_have_not_begun(said: dict[str, Said]) -> 
     ]
 
 
-def test_there_is_one_drive(said: dict[str, Said]) -> None:
+def test_objects_of_one_number_are_one_drive(said: dict[str, Said]) -> None:
     assert said["objects_of_one_drive"]["times"] == [[0, 1050], [1050, 2100]]
+
+
+def test_each_drive_has_a_queue_of_its_own(said: dict[str, Said]) -> None:
+    two = said["two_drives"]
+    assert two["times"] == [[0, 1050], [0, 1050], [1050, 1600]]
+    assert [span[0] for span in two["spans"]] == ["drive_write", "drive_write", "drive_read"]
 
 
 def test_polling_ends(said: dict[str, Said]) -> None:
@@ -130,10 +136,16 @@ def test_without_a_clock_or_known_drives_there_is_none(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("None\n", "")
 
 
-def test_the_trace_has_a_process_for_the_drive(tmp_path: Path) -> None:
+def test_the_trace_has_a_process_for_each_drive(tmp_path: Path) -> None:
     text = "from emulator.tests.driven import write; write().wait()"
     output_of(tmp_path, text, *machine(tmp_path), "--timeline", "trace.json")
     process, _thread, span = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert (process["name"], process["args"]) == ("process_name", {"name": "drive"})
     assert (span["name"], span["pid"], span["ts"], span["dur"]) == ("drive_write", process["pid"], 0, 1050)
     assert span["args"] == {"bytes": 1_000_000}
+    text += "; from ascend_emulator import ModelledDrive; ModelledDrive(1).submit(10, read=True).wait()"
+    output_of(tmp_path, text, *machine(tmp_path), "--timeline", "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    processes = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert processes.keys() == {"drive", "drive:1"}
+    assert {event["pid"] for event in events if event["ph"] == "X"} == set(processes.values())

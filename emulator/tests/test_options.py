@@ -104,6 +104,7 @@ def test_a_child_reads_what_its_parent_has_written(tmp_path: Path) -> None:
             "timeline": tmp_path / "trace.json",
             "clock": "910b2",
             "server": "atlas-a3",
+            "host_memory_bytes_per_s": "100GB/s",
             "host_operators": True,
             "over_real_cann": True,
         },
@@ -189,7 +190,7 @@ def test_every_flag_arrives(tmp_path: Path) -> None:
         *("--hbm", "1MiB", "--host", "2MiB", "--h2d", "3", "--d2h", "4", "--stack", "old", "--devices", "2"),
         *("--schedule", "late", "--seed", "5", "--races", "--no-poison", "--timeline", "trace.json"),
         *("--fault", "device:900", "--fault", "aclrtMalloc:p=0.5,seed=1"),
-        *("--clock", "910b", "--server", "dgx-a100", "--host-operators"),
+        *("--clock", "910b", "--server", "dgx-a100", "--host-operators", "--host-memory", "6"),
         write_script(tmp_path, SHOW),
     )
     assert found.pop("STARTED_BY").isdecimal()
@@ -212,6 +213,7 @@ def test_every_flag_arrives(tmp_path: Path) -> None:
         "TIMELINE": str(tmp_path / "trace.json"),
         "CLOCK": "910b3",
         "SERVER": "dgx-a100",
+        "HOST_MEMORY_BYTES_PER_S": "6",
         "HOST_OPERATORS": "1",
         "OVER_REAL_CANN": "0",
         "TASK_QUEUE_ENABLE": "0",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from ...sizes import format_bytes, format_seconds
 from .choosing import choose
-from .disk_and_states import StatesShare, explained, states_to_keep
+from .disk_and_states import Beside, StatesShare, explained, states_to_keep
 from .planner import least_memory, plan
 from .profile import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall, Profile
 from .recording import Name
@@ -62,7 +63,7 @@ class Adviser:
     def advice(self) -> tuple[str, ...]:
         """At most three sentences, what helps the most first. It takes about twenty plans."""
         try:
-            now = plan(self.profile, self.budget - self.states.kept, self.link)
+            now = plan(self.profile, self.budget - self.states.kept, self._now.link)
         except BudgetTooSmall as error:
             return (str(explained(error, self.profile, self.names, self.states)),)
         found = [self._drive()]
@@ -85,7 +86,7 @@ class Adviser:
             if least <= self.budget:
                 continue
             there = self._within(least)
-            saved = now.seconds + self._passing(self.states.kept) - there.seconds
+            saved = now.seconds + self._now.seconds - there.seconds
             if saved > _NONE * now.seconds:
                 hides = "hide all copies, and " if there.waits <= _NONE * now.seconds < now.waits else ""
                 told = f"a budget of {format_bytes(least)} would {hides}save {format_seconds(saved)}"
@@ -96,13 +97,14 @@ class Adviser:
         least = max(self._least(self.profile), self.states.step_peak + self.states.rounding + self.states.kept)
         if self.budget - least < _LITTLE * self.budget:
             return None
-        if self._within(least).seconds > (now.seconds + self._passing(self.states.kept)) * (1 + _NONE):
+        if self._within(least).seconds > (now.seconds + self._now.seconds) * (1 + _NONE):
             return None
         return 0.0, f"a budget of {format_bytes(least)} would do: nothing waits there either"
 
     def _least(self, step: Profile) -> int:
         """The least budget at which nothing waits, with the states on the device that are there now."""
-        return least_memory(step, max(step.moments.full), self.link, _NONE).peak + self.states.kept
+        most, kept = max(step.moments.full), self.states.kept
+        return least_memory(step, most, self._beside(step, most + kept, kept).link, _NONE).peak + kept
 
     def _within(self, budget: int) -> _There:
         """The step within another budget, with its layers treated as is best then."""
@@ -124,11 +126,15 @@ class Adviser:
 
     def _planned(self, step: Profile, budget: int, choice: Choice) -> _There:
         kept, seconds = states_to_keep(step, budget, self.link, self.states)
-        return _There(seconds, plan(step, budget - kept, self.link).waits, choice)
+        return _There(seconds, plan(step, budget - kept, self._beside(step, budget, kept).link).waits, choice)
 
-    def _passing(self, kept: int) -> float:
-        """The seconds in which the other states cross the link."""
-        return (self.states.total - kept) / (min(self.link.out, self.link.back) * self.link.both)
+    def _beside(self, step: Profile, budget: int, kept: int) -> Beside:
+        """What the other states leave of the link."""
+        return self.states.beside(self.link, step, budget, kept)
+
+    @cached_property
+    def _now(self) -> Beside:
+        return self._beside(self.profile, self.budget, self.states.kept)
 
     def _again(self, now: Plan) -> _Found | None:
         """How many of the last layers are better computed again than moved, as nearly as one step shows it."""
@@ -140,7 +146,7 @@ class Adviser:
             layers = numbers[-count:]
             step = checkpointed(self.profile, self.names, self.blocks, layers)
             try:
-                made = plan(step, self.budget - self.states.kept, self.link)
+                made = plan(step, self.budget - self.states.kept, self._now.link)
             except BudgetTooSmall:
                 continue
             if made.seconds < best * (1 - _NONE):

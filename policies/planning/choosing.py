@@ -90,10 +90,10 @@ class _Search:
         # Of very many blocks there is time for one plan, and for one attempt of it.
         self._plans = _EFFORT // (_ATTEMPTS * blocks)
         self._attempts = max(1, min(_ATTEMPTS, _EFFORT // (4 * blocks)))
-        coarse = Outline(ways, link, group)
+        coarse = Outline(ways, link, states, group)
         self._outlines = [coarse]
         if self._plans and (fine := _MOMENTS // coarse.moments) > 1:
-            self._outlines.append(Outline(ways, link, group, fine))
+            self._outlines.append(Outline(ways, link, states, group, fine))
         self._exact: dict[_Point, float] = {}
         self._failed: BudgetTooSmall | None = None
 
@@ -171,22 +171,19 @@ class _Search:
                 yield point._replace(kept=kept)
 
     def _guess(self, outline: Outline, point: _Point) -> float:
-        return outline.seconds(point.ways, self._budget - point.kept) + self._crossing(point)
+        return outline.seconds(point.ways, self._budget, point.kept)
 
     def _planned(self, point: _Point) -> float:
         if point not in self._exact:
             step = self._ways.stitched(self._choice(point))
             try:
-                made = plan(step.profile, self._budget - point.kept, self._link, attempts=self._attempts)
-                self._exact[point] = made.seconds + self._crossing(point)
+                beside = self._states.beside(self._link, step.profile, self._budget, point.kept)
+                made = plan(step.profile, self._budget - point.kept, beside.link, attempts=self._attempts)
+                self._exact[point] = made.seconds + beside.seconds
             except BudgetTooSmall as error:
                 self._failed = error.with_traceback(None)  # whose frames have all that is under way, and this
                 self._exact[point] = inf
         return self._exact[point]
-
-    def _crossing(self, point: _Point) -> float:
-        """The seconds in which the states cross the link that are not kept."""
-        return self._link.exchange(self._states.total - point.kept) if self._states.total else 0.0
 
     def _choice(self, point: _Point) -> Choice:
         ways = zip(self._groups, point.ways, strict=True)
@@ -215,11 +212,14 @@ class Outline:
     It is `least_seconds` with few moments, whose number is `moments`: of each layer's forward and backward, or of
     those of a group of layers in a row, so many.
 
-    group: of each layer that may be treated.
+    states: what crosses the link beside activations. group: of each layer that may be treated.
     """
 
-    def __init__(self, ways: Ways, link: Link, group: Mapping[int, int], fine: int = 1) -> None:
+    def __init__(
+        self, ways: Ways, link: Link, states: StatesShare, group: Mapping[int, int], fine: int = 1
+    ) -> None:
         self._link = link
+        self._states = states
         self._group: list[int | None] = []  # of each moment
         parts: list[list[int]] = []  # of each layer, or group of layers, in each direction
         before: tuple[object, ...] | None = None
@@ -235,9 +235,15 @@ class Outline:
         self.moments = len(self._group)
         self._stretches = {way: _stretches(step, ways.steps[None], parts, fine) for way, step in ways.steps.items()}
         self._begin = ways.steps[None].standing[0]
+        kinds = [of and of[0] for of in (ways.layers[row[0]] for row in parts) for _ in range(fine)]
+        self._backward = kinds.index("backward") if "backward" in kinds else len(kinds)
 
-    def seconds(self, ways: Sequence[Way], budget: int) -> float:
-        """The least time of the step within a budget, with each group treated so; more where it cannot keep it."""
+    def seconds(self, ways: Sequence[Way], budget: int, kept: int) -> float:
+        """The least time of the step within a budget, with each group treated so; more where it cannot keep it.
+
+        kept: of the budget, the bytes of optimizer states.
+        """
+        budget -= kept
         moments = [self._stretches[None if n is None else ways[n]][k] for k, n in enumerate(self._group)]
         later = sum([moment.used for moment in moments])
         level = standing = self._begin
@@ -248,7 +254,10 @@ class Outline:
             lacking = max(lacking, standing + least - budget)
             level += change
             standing += stands
-        return least_time(stretches, later, self._link) + _IMPOSSIBLE * lacking / self._link.out
+        backward = sum([moment.seconds for moment in moments[self._backward :]])
+        away = max([stretch[1] for stretch in stretches], default=0)
+        link, late, after = self._states.left(self._link, backward, away, kept)
+        return least_time(stretches, later, link) + late + after + _IMPOSSIBLE * lacking / link.out
 
 
 class _Stretch(NamedTuple):

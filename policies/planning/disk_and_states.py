@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from ...sizes import format_bytes
 from .planner import plan
 from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile, floor
 from .recording import Name, spoken
 
+# Of the link back, what activations have at least while states cross it too.
+_LEAST_SHARE = 1 / 8
 # So many amounts are compared, each for a step with a plan of so many attempts.
 _AMOUNTS = 8
 _ATTEMPTS = 3
+
+
+class Beside(NamedTuple):
+    """What optimizer states leave of the link, and what they cost.
+
+    link: what activations have of it. late: the seconds by which backward is longer, beside the waits for
+    activations. after: the seconds in which states cross it after backward, where nothing hides that.
+    """
+
+    link: Link
+    late: float
+    after: float
+
+    @property
+    def seconds(self) -> float:
+        return self.late + self.after
 
 
 @dataclass
@@ -23,6 +42,8 @@ class StatesShare:
 
     total: the bytes of states that may stay on the device between steps. kept: of those that are there by now.
     target: how many shall be; None as long as nothing is planned.
+    overlapped: of the total, the bytes that cross the link in backward where they do not stay. others: those of
+    states that do so always. first: of both, the bytes that backward waits for before any of them are hidden.
     passing: how many bytes of the device they had better pass through while the optimizer steps. None: any.
     step_peak: the most bytes of the device while the optimizer steps, with all else and without those kept.
     rounding: by which torch's pool may give more for what is kept than is asked for.
@@ -32,6 +53,9 @@ class StatesShare:
     total: int = 0
     kept: int = 0
     target: int | None = None
+    overlapped: int = 0
+    others: int = 0
+    first: int = 0
     passing: int | None = None
     step_peak: int = 0
     rounding: int = 0
@@ -42,6 +66,34 @@ class StatesShare:
     def planned(self) -> int:
         return self.target or 0
 
+    def in_backward(self, kept: int) -> int:
+        """The bytes that cross the link in backward, in each direction, where so many stay on the device.
+
+        The first to stay are those that would cross it after backward, where nothing hides that.
+        """
+        return self.others + min(self.overlapped, self.total - kept)
+
+    def beside(self, link: Link, step: Profile, budget: int, kept: int) -> Beside:
+        """What they leave of a link in a step within a budget for all, if so many bytes stay on the device."""
+        return self.left(link, step.in_backward, max(step.full, default=0) + kept - budget, kept)
+
+    def left(self, link: Link, backward: float, away: int, kept: int) -> Beside:
+        """The same for a step of which some is known.
+
+        backward: its seconds without stalls. away: the bytes of activations that have to come back in it at least.
+
+        Both share the link for as long as backward lasts. Where that is too short, it takes as long as they need.
+        """
+        crossing = self.in_backward(kept)
+        after = link.exchange(self.total - kept + self.others - crossing)
+        if not crossing:
+            return Beside(link, 0.0, after)
+        states, blocks = link.exchange(crossing), max(0, away) / link.back
+        lasts = max(backward, states + blocks)
+        share = max(_LEAST_SHARE, 1 - states / lasts)
+        late = max(0.0, lasts - max(backward, blocks / share)) + link.exchange(min(self.first, crossing))
+        return Beside(replace(link, back=link.back * share), late, after)
+
     def fit(self, budget: int) -> bool:
         """Whether what shall be kept leaves the optimizer's step its room."""
         return not self.target or self.target + self.step_peak <= budget
@@ -51,9 +103,10 @@ def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShar
     """How many bytes of optimizer states had better stay on the device, and the seconds of the step then.
 
     What stays takes room from activations all the time, and then these wait for more copies, hidden as they are.
-    What does not crosses the link in both directions while the optimizer steps, where nothing hides that. The
-    least sum of both counts; of equal ones the one that keeps the least. It is compared for eight parts of all
-    states, and for the most that there is room for. Raises BudgetTooSmall.
+    What does not crosses the link in both directions: while the optimizer steps, where nothing hides that, or in
+    backward, where activations have less of the link then. The least sum counts; of equal ones the one that keeps
+    the least. It is compared for eight parts of all states, and for the most that there is room for. Raises
+    BudgetTooSmall.
     """
     room = budget - states.rounding - max(states.step_peak, floor(profile.moments)[0])
     amounts = {states.total * part // _AMOUNTS for part in range(_AMOUNTS + 1)}
@@ -62,8 +115,8 @@ def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShar
     for kept in sorted(amounts):
         if 0 < kept > room:
             break
-        seconds = plan(profile, budget - kept, link, attempts=_ATTEMPTS).seconds
-        seconds += link.exchange(states.total - kept)
+        beside = states.beside(link, profile, budget, kept)
+        seconds = plan(profile, budget - kept, beside.link, attempts=_ATTEMPTS).seconds + beside.seconds
         if seconds < least:
             best, least = kept, seconds
     return best, least
@@ -71,6 +124,8 @@ def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShar
 
 # Of the host's bytes, what is kept for slots that are free by the plan, and that nobody has taken back yet.
 _SPARE = 1 / 16
+# How many times faster reloads are begun than the plan has it, as a link without work is lost time.
+_PACE = 1.15
 # How many times longer than it takes a copy is given that is begun as late as can be.
 _LEAD = 1.5
 
@@ -101,6 +156,15 @@ def plan_disk(profile: Profile, first: Plan, host_bytes: int, link: Link, drive:
             if not made[-1].plan.stalls:
                 break
     return min(made, key=lambda disk: disk.plan.seconds)
+
+
+def paced(profile: Profile, made: Plan, link: Link) -> Plan:
+    """The plan with each reload begun while the one before it is under way, and not before.
+
+    What begins as soon as there is room for it would come in bursts, behind which optimizer states are late that
+    cross the link beside it. link: what is left of it.
+    """
+    return replace(made, reload=_soon(profile, made, replace(link, back=_PACE * link.back)).reload)
 
 
 class _Places:

@@ -27,8 +27,9 @@ from ..base import (
 from ..lru import LRUPolicy
 from ..places import ON_DEVICE, Place, Placed, Places
 from .recording import Name, Repetition, Script
-from .repertoire import COMPARED, TRIED, Repertoire, Table
+from .repertoire import COMPARED, TRIED, Repertoire
 from .step import Rest, StepUnderWay
+from .table import Table
 
 _FETCHED_AHEAD = 8
 # Of what a step takes, the room beyond that must be at least this part if nobody is to look.
@@ -56,7 +57,7 @@ class Player:
     places: where the blocks are. step: the one that goes on. limit: the bytes that it may have on the device, with
     all else. margin: how much of these is left free if the plan can do without. varying: how much more in a step
     whose blocks have other sizes than the recorded ones. decided: whether it has become clear what the step is.
-    strange: that it is of no known kind, or longer than any.
+    strange: that it is of no known kind, or longer than any, or began with another amount of memory taken.
     ease: how much it has to be told of next.
     """
 
@@ -333,7 +334,7 @@ class Player:
             step.compared = 1 if self._repertoire.alone(found[0]) else COMPARED
             self._lru = None
         self.decided = found is None or bool(step.sizes)
-        self.strange = found is None or step.longer
+        self.strange = found is None or step.longer or self._repertoire.apart(step.variant.more)
 
     def _catch_up(self) -> None:
         """Takes note of what went by a script."""

@@ -75,6 +75,11 @@ class Profile:
         """The seconds of the step without stalls, added up as those of plans are."""
         return self.clock[-1]
 
+    @property
+    def in_backward(self) -> float:
+        """The seconds from where the first backward of a layer begins to the end, without stalls."""
+        return self.clock[-1] - self.clock[min(self.backward, default=-1)]
+
     @cached_property
     def full(self) -> list[int]:
         """The most bytes of device memory from each position to the next, if no block ever leaves."""

@@ -16,9 +16,10 @@ from .advice import Adviser, LayerStall, Stalls, moved
 from .disk_and_states import StatesShare
 from .profile import Link, Profile, least_seconds
 from .recording import Name
-from .repertoire import Repertoire, Table
+from .repertoire import Repertoire
 from .step import StepUnderWay
 from .stitching import RecordedStep, Way, Ways
+from .table import Table
 from .treated import Treated, Treatment, Tried
 
 _SHOWN = 5
@@ -47,7 +48,8 @@ class Report:
         can better, with layers treated as they are.
     moved: bytes that go to the host in a step, and come back. planned_hidden, measured_hidden: the share of the
         copies' time that compute does not wait for, from 0 to 1; None where nothing moves.
-    states_kept: of the optimizer states that may, the bytes that stay on the device.
+    states_kept: of the optimizer states that may, the bytes that stay on the device. states_beside: the bytes of
+        others that go to the host in backward, and come back in it.
     treatments: how the layers are treated, those that keep all first; empty where nothing else was tried.
     trying: how else layers can be treated is being tried in these steps.
     stalls: the layers that wait for copies, the longest first.
@@ -69,6 +71,7 @@ class Report:
     planned_hidden: float | None = None
     measured_hidden: float | None = None
     states_kept: int = 0
+    states_beside: int = 0
     treatments: tuple[Treatment, ...] = ()
     trying: bool = False
     stalls: tuple[LayerStall, ...] = ()
@@ -124,6 +127,8 @@ class Report:
             ("compute", _time(self.compute)),
             ("copies", f"{_size(self.moved)} each way, {hidden}" if self.moved else hidden),
         ]
+        if self.states_beside:
+            rows.append(("states", f"{format_bytes(self.states_beside)} each way beside backward"))
         rows += [("layers" if not i else "", str(each)) for i, each in enumerate(self.treatments)]
         rows += [("waits" if not i else "", str(stall)) for i, stall in enumerate(self.stalls[:_SHOWN])]
         if len(self.stalls) > _SHOWN:
@@ -250,7 +255,8 @@ class Account:
             return min(1.0, max(0.0, 1 - waits / copies)) if copies > 0 else None
 
         compute = profile.compute
-        planned = compute + plan.waits
+        beside = self._states.beside(link, profile, self._repertoire.budget, kept)
+        planned = compute + plan.waits + beside.late
         took = None if event is None else compute + event.stalls
         fastest = replace(link, out=max(link.out, event.out), back=max(link.back, event.back)) if event else link
         bound = least_seconds(profile.moments, self._repertoire.budget - kept, fastest)
@@ -271,11 +277,12 @@ class Account:
             least=min(bound, planned, planned if took is None else took),
             moved=moved(profile, plan),
             planned_hidden=hidden(plan.waits, 0, 0),
-            measured_hidden=None if event is None else hidden(event.stalls, event.out, event.back),
+            measured_hidden=None if event is None else hidden(event.stalls - event.states, event.out, event.back),
             states_kept=kept,
+            states_beside=self._states.in_backward(kept),
             treatments=treatments,
             trying=trying,
-            stalls=Stalls(profile, plan, table.names, table.blocks, link).by_layer(
+            stalls=Stalls(profile, plan, table.names, table.blocks, beside.link).by_layer(
                 event.waits if event else (), measured.recording.names if measured else ()
             ),
             advice=Adviser(

@@ -21,8 +21,9 @@ from ..base import (
     Used,
 )
 from .recording import Name, Recording, Repetition, StepNames, Transcript
-from .repertoire import COMPARED, Known, Table, Variant
+from .repertoire import COMPARED, Known, Variant
 from .stitching import Choice
+from .table import Table
 
 
 @dataclass

@@ -9,7 +9,7 @@ from itertools import pairwise
 from ...sizes import format_bytes, format_seconds
 from ..base import How
 from .disk_and_states import StatesShare, states_to_keep
-from .planner import least_memory, plan
+from .planner import least_memory
 from .profile import BudgetTooSmall, Link, Profile
 from .stitching import Choice, RecordedStep, Way, Ways
 
@@ -106,18 +106,17 @@ class Treated:
             longer = self._seconds(step) - now
         except BudgetTooSmall:
             return "else the step would not fit"
-        most = max(step.full)
-        lacking = most + self._states.kept - self._budget
-        hidden = most - least_memory(step, most, self._link, _NONE).peak
+        most, kept = max(step.full), self._states.kept
+        lacking = most + kept - self._budget
+        link = self._states.beside(self._link, step, most + kept, kept).link
+        hidden = most - least_memory(step, most, link, _NONE).peak
         told = f"else the step would be {format_seconds(max(0.0, longer))} longer"
         if lacking <= hidden:
             return told
         return f"{told}, as the link hides {format_bytes(hidden)} of {format_bytes(lacking)} that would not fit"
 
     def _seconds(self, step: Profile) -> float:
-        if self._states.total:
-            return states_to_keep(step, self._budget, self._link, self._states)[1]
-        return plan(step, self._budget, self._link).seconds
+        return states_to_keep(step, self._budget, self._link, self._states)[1]
 
 
 def _bytes(step: RecordedStep, part: int) -> int:

@@ -145,8 +145,10 @@ class Treatments:
         elif not known.choice:
             if course.plain is None or course.inputs != self._inputs:
                 course.forget()
-                course.plain, course.inputs = known, self._inputs
-                course.backwards = _recorded(known, Variant()).backwards()
+            elif known.standing < course.plain.standing:
+                return  # what is chosen has to do for the fullest
+            course.plain, course.inputs, course.more = known, self._inputs, 0
+            course.backwards = _recorded(known, Variant()).backwards()
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
             course.ways[course.trying] = known, course.inputs / max(1, self._inputs)
             self._next(course)
@@ -261,7 +263,7 @@ class _Course:
     done: bool = False
     choice: Choice = field(default_factory=dict)
     stitched: bool = False
-    basis: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    basis: tuple[float, ...] = (0.0,) * 5
     number: int = -_PATIENCE
 
     def all(self, how: How) -> Choice:
@@ -301,7 +303,7 @@ class _Course:
         self.layers.clear()
         self.trying, self.tries, self.done = None, 0, False
         self.choice, self.stitched = {}, False
-        self.basis = (0.0, 0.0, 0.0, 0.0)
+        self.basis = (0.0,) * 5
 
     def measured(self) -> Ways | None:
         """What can be chosen from; None where there is nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -256,3 +257,48 @@ def test_a_refusal_keeps_nothing_alive(no_gc: None) -> None:
     gone = weakref.ref(pool)
     del pool, attempt
     assert gone() is None
+
+
+def test_slabs_that_were_not_used_for_some_rounds_are_given_back_and_no_others() -> None:
+    source = NumberedMemory()
+    pool = SlabPool(source, slab_bytes=2 * MIB)
+    regions = [pool.allocate(2 * MIB) for _ in range(4)]
+    for region in regions[:3]:
+        pool.deallocate(region)
+    for _ in range(3):
+        pool.begin_round()
+        pool.deallocate(pool.allocate(2 * MIB))  # always in the same of the three
+    assert pool.trim(unused_for=4) == 0
+    assert pool.trim(1, unused_for=3) == 2 * MIB, "one is enough"
+    assert pool.trim(unused_for=3) == 2 * MIB, "the fourth slab is not empty, and one is in use"
+    assert pool.trim(unused_for=3) == 0
+    assert pool.trim() == 2 * MIB
+    assert len(source.live) == 1
+
+
+def test_what_a_source_lacks_may_lie_in_the_pool_in_pieces() -> None:
+    source = NumberedMemory(8 * MIB)
+    pool = SlabPool(source, slab_bytes=2 * MIB)
+    small = [pool.allocate(2 * MIB) for _ in range(4)]
+    for region in small[1:]:
+        pool.deallocate(region)
+    assert pool.allocate(6 * MIB).nbytes == 6 * MIB
+    assert {slab.nbytes for slab in source.live} == {2 * MIB, 6 * MIB}
+    with pytest.raises(OutOfHostMemory, match=r"did not give a slab of 2\.0 MiB: dry"):
+        pool.allocate(2 * MIB)
+
+
+def test_a_source_that_says_what_it_has_left_is_asked_for_that() -> None:
+    class Telling(NumberedMemory):
+        def allocate(self, nbytes: int) -> Region:
+            try:
+                return super().allocate(nbytes)
+            except OutOfHostMemory as error:
+                raise replace(error, free=11 * MIB - error.used) from None
+
+    source = Telling(11 * MIB)
+    pool = SlabPool(source, slab_bytes=8 * MIB)
+    for _ in range(11):
+        pool.allocate(MIB)
+    assert sorted(slab.nbytes for slab in source.live) == [3 * MIB, 8 * MIB]
+    assert pool.stats().source_failures == 1

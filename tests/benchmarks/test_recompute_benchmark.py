@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.overlaps import OVERLAPS
 from tests.conftest import EMULATED, RACES
 
 pytestmark = [
@@ -40,6 +41,20 @@ def test_as_few_layers_are_checkpointed_as_keep_the_budget(tmp_path: Path) -> No
     again = plain["forward"] * layers / 32
     assert best["forward"] == pytest.approx(plain["forward"], rel=1e-3)
     assert plain["backward"] + 0.7 * again < best["backward"] < plain["backward"] + again
+
+
+def test_states_that_come_and_leave_beside_a_training(tmp_path: Path) -> None:
+    ways = ("plain", "plain-host", *(f"plain-{overlap}" for overlap in OVERLAPS))
+    found = run(tmp_path / "found.json", "benchmarks.recompute", "--sizes", "7b-8192", "--ways", *ways)
+    plain, after, *beside = (found["7b-8192"][way] for way in ways)
+    assert after["step"] > 1.3 * plain["step"]
+    assert after["peak"] < plain["peak"]
+    for each in beside:
+        assert each["step"] < 1.03 * plain["step"]
+        assert each["peak"] < plain["peak"]
+    # In backward gradients are freed bucket by bucket. The largest is of 250 MiB.
+    backward = found["7b-8192"]["plain-backward"]
+    assert 250 << 20 <= backward["gradients"] <= 512 << 20 < after["gradients"] == plain["gradients"]
 
 
 @no_detector

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from benchmarks.recompute.__main__ import misses, over_plain, table
+from benchmarks.recompute.__main__ import OVERLAPPED, UNBUDGETED, WAYS, below_table, misses, over_plain, table
 
 pytestmark = pytest.mark.once(why="it needs no device")
 
@@ -34,6 +36,7 @@ def rows(**changed: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "selective": taken(1, 2.1, 34.01),
         "selective-best": {"error": "at least 34.0 GiB"},
         "auto": taken(1, 2.15, 34),
+        "auto-backward": taken(1, 2.15, 34) | {"step": 3.2, "gradients": GIB // 4},
     } | changed
 
 
@@ -43,7 +46,10 @@ def rows(**changed: dict[str, Any]) -> dict[str, dict[str, Any]]:
         ({"auto": taken(1, 2.15, 34.34)}, "the peak of auto is 1.0100 of the budget"),
         ({"full-best": taken(1, 2.1, 33)}, "auto takes 1.012 of full-best"),
         ({"auto": taken(1, 2.16, 34)}, "forward and backward of auto take 1.053 of plain's; the goal is 1.05"),
-        ({"auto": {"error": "34 GiB are too little. More"}}, "there is no plan: 34 GiB are too little"),
+        ({"auto": {"error": "34 GiB are too little. More"}}, "there is no plan for auto: 34 GiB are too little"),
+        ({"auto-backward": taken(1, 2.2, 33)}, "auto-backward takes 1.012 of auto"),
+        ({"auto-backward-host": taken(1, 1.1, 33)}, "auto-backward takes 1.032 of auto-backward-host"),
+        ({"auto-backward": taken(1, 1.5, 34.34)}, "the peak of auto-backward is 1.0100 of the budget"),
     ],
 )
 def test_what_misses(changed: dict[str, dict[str, Any]], miss: str) -> None:
@@ -59,5 +65,25 @@ def test_nothing_misses_where_auto_is_the_fastest() -> None:
 
 
 def test_the_table_has_a_row_for_each_way() -> None:
-    assert table(SIZE, rows()).row_count == 5
+    assert table(SIZE, rows()).row_count == 6
     assert over_plain(taken(1, 2.3, 9), rows()) == pytest.approx(1.1)
+    assert list(below_table(rows())) == [
+        "GiB of gradients at once, at most: auto-backward 0.25",
+        "selective-best: at least 34.0 GiB",
+    ]
+
+
+def test_the_table_fits_a_terminal() -> None:
+    wide = rows(**{"selective-best": taken(5.4, 17.4, 100, "first 27")})
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(SIZE, wide))
+    printed = console.export_text()
+    assert "selective-best, first 27   5.400   17.400 7.600  1.000 23.800 5.950 100.00   no" in printed
+    assert "…" not in printed
+
+
+def test_each_overlap_has_its_ways() -> None:
+    assert "plain-backward" in UNBUDGETED
+    assert "auto-backward" in OVERLAPPED
+    assert "auto-backward-host" in WAYS
+    assert len(WAYS) == len(set(WAYS))

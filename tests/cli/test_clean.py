@@ -78,7 +78,8 @@ def test_what_cannot_be_removed_is_told(command: Command, tmp_path: Path) -> Non
 def test_programs_are_told_what_went_and_what_stays(command: Command, tmp_path: Path) -> None:
     path = leave_dead(tmp_path)
     dead = {"path": str(path), "run": "dead", "pid": 17, "alive": False, "files": 1, "bytes": 5}
-    about = {"schema": 1, "spill_dir": str(tmp_path), "dry_run": False, "removed": [], "left": []}
+    where = {"spill_dir": str(tmp_path), "spill_dirs": [str(tmp_path)]}
+    about = {"schema": 1, **where, "dry_run": False, "removed": [], "left": []}
     with nothing_new(tmp_path):
         assert told(command, tmp_path, "--dry-run") == about | {"dry_run": True, "left": [dead]}
     assert told(command, tmp_path) == about | {"removed": [dead]}
@@ -86,3 +87,17 @@ def test_programs_are_told_what_went_and_what_stays(command: Command, tmp_path: 
     (leave_dead(tmp_path) / "strange").mkdir()
     found = told(command, tmp_path, status=1)
     assert (found["removed"], [each["path"] for each in found["left"]]) == ([], [f"{path}.going"])
+
+
+def test_several_directories_are_cleaned_at_once(command: Command, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one", "other")]
+    dead = []
+    for path in paths:
+        path.mkdir()
+        dead.append(str(leave_dead(path)))
+    found = told(command, *paths, "--dry-run")
+    assert [each["path"] for each in found["left"]] == dead
+    assert found["spill_dirs"] == [str(path) for path in paths]
+    assert [each["path"] for each in told(command, *paths)["removed"]] == dead
+    assert tree(tmp_path) == {"one", "other"}
+    assert command("clean", *paths).out == f"no dead process has left files in {paths[0]}, {paths[1]}\n"

@@ -22,7 +22,7 @@ from tiered_mem.versions import versions
         ([], "the following arguments are required: VERB"),
         (["wash"], "argument VERB: invalid choice: 'wash'"),
         (["inspect"], "the following arguments are required: DIR"),
-        (["clean", "a", "b"], "unrecognized arguments: b; see tiered-mem clean --help"),
+        (["report", "a", "b"], "unrecognized arguments: b; see tiered-mem report --help"),
         (["inspect", "a", "--dry-run"], "unrecognized arguments: --dry-run; see tiered-mem inspect --help"),
         (["probe", "--bytes", "much"], "argument --bytes: 'much' is not a size; write an int"),
         (["probe", "--bytes", "0"], "argument --bytes: a size must be at least 1 byte"),

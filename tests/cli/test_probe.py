@@ -27,6 +27,7 @@ def test_a_drive_is_measured_and_nothing_stays(command: Command, tmp_path: Path)
     found = json.loads(done.out)
     assert found["link"] == {"problem": "it was not asked for"}
     drive = found["drive"]
+    assert (found["drives"], found["together"]) == ([drive], None)
     assert (drive["path"], drive["filesystem"]) == (str(tmp_path), filesystem_of(tmp_path).name)
     assert drive["bytes"] == 40 << 20
     assert drive["write_gb_per_s"] == drive["write"]
@@ -59,6 +60,28 @@ def test_a_table_says_the_same(command: Command, tmp_path: Path) -> None:
     names = [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")]
     assert names[2:] == ["file system", "left", "direct I/O", "write", "read", "both at once", "checksum"]
     assert "The link to a device was not measured: it was not asked for." in done.out
+
+
+def test_several_drives_are_measured_together_and_alone(command: Command, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one", "other")]
+    for path in paths:
+        path.mkdir()
+    small = (*paths, *NO_LINK, "--bytes", "10KB")
+    with nothing_new(tmp_path):
+        found = json.loads(command("probe", *small, "--json").out)
+        shown = command("probe", *small).out
+    assert [drive["path"] for drive in found["drives"]] == [str(path) for path in paths]
+    assert found["drive"] == found["drives"][0]
+    assert min(found["together"][f"{way}_gb_per_s"] for way in ("write", "read", "both")) > 0
+    names = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert names[-3:] == [*map(str, paths), "together"]
+    assert names.count("file system") == 2
+
+
+def test_a_directory_that_is_named_twice_is_refused(command: Command, tmp_path: Path) -> None:
+    done = command("probe", tmp_path, tmp_path, *NO_LINK, "--bytes", "10KB")
+    assert (done.status, done.out) == (2, "")
+    assert "are one directory; name one on each drive" in done.err
 
 
 def test_without_a_directory_it_is_the_temporary_files(

@@ -1,9 +1,11 @@
 """python -m tests.ground.interrupt_steps: real SIGINTs at random moments of training steps.
 
 The steps have activations that an LRU policy sends to the host and on to disk, a tiered optimizer, and phases.
-Their models are attached, or run in a context.
+Their models are attached, or run in a context, and the optimizers are stepped in step(), in backward, or beside the
+next forward.
 After each interrupt nothing may be stuck or lost: the parameters are those from before the step or from after it,
-or an error says otherwise; the next step comes out right, to the last bit; and closing gives everything back.
+also where a part of it was made in backward and step() goes on, or an error says otherwise; the next step comes out
+right, to the last bit; and closing gives everything back.
 
 On the emulated NPU: python -m ascend_emulator -m tests.ground.interrupt_steps --device npu
 """
@@ -21,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -34,6 +36,8 @@ from rich.progress import track
 from tests.models import Stack, small_stack
 from tiered_mem import TieringManager
 from tiered_mem.errors import InterruptedStep
+from tiered_mem.optimizer.registered import Overlap
+from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 from tiered_mem.policies import LRUPolicy
 
 # A process of its own sends them, so that this one's locks and turns have no part in when they come.
@@ -86,12 +90,30 @@ class Interrupter:
             raise KeyboardInterrupt
 
 
+class Hooked(Stack):
+    """Has code of the user's own in backward, which an interrupt may end there on the CPU.
+
+    It is where no other part of the graph waits for its turn: torch would keep that, and all that it has saved.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x.register_hook(_users_own)  # type: ignore[no-untyped-call]
+        return x.pow(2).mean()
+
+
+def _users_own(gradient: torch.Tensor) -> None:
+    sum(range(5000))
+
+
 class Trainee:
     """A model whose steps all begin with the same values, so that each has the same outcome."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.model, self.x = small_stack(4, device)
+        self.model.__class__ = Hooked
         self.before = self._values()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self._loss(self.model).backward()
@@ -111,6 +133,13 @@ class Trainee:
         optimizer.step()
         optimizer.zero_grad()
         manager.stats()
+
+    def go_on(self, optimizer: TieredOptimizer) -> None:
+        """With the step of which a part has been made already, if any. Raises InterruptedStep where it cannot."""
+        if optimizer.overlap == "forward":
+            optimizer.finish()
+        elif optimizer.states.begun:
+            optimizer.step()
 
     def reset(self, optimizer: torch.optim.Optimizer | None) -> None:
         with torch.no_grad():
@@ -141,7 +170,8 @@ class Trainee:
 class Run:
     """Steps under interrupts, with one manager after the other. findings: what was wrong, and how often."""
 
-    def __init__(self, device: str, seed: int) -> None:
+    def __init__(self, device: str, seed: int, overlaps: Sequence[Overlap | None]) -> None:
+        self._overlaps = overlaps
         self._random = random.Random(seed)
         self._interrupter = Interrupter()
         self._trainee = Trainee(device)
@@ -171,6 +201,7 @@ class Run:
             torch.optim.AdamW(self._trainee.model.parameters(), lr=1e-2),
             bucket_bytes="8KiB",
             residency=residency,  # type: ignore[arg-type]
+            overlap=self._random.choice(self._overlaps),
         )
         for _ in range(steps):
             faulthandler.dump_traceback_later(STUCK_AFTER, exit=True)
@@ -191,7 +222,7 @@ class Run:
         if any(thread.name.startswith("tiered_mem") for thread in threading.enumerate()):
             self.findings["threads were left"] += 1
 
-    def _interrupted(self, manager: TieringManager, context: Any, optimizer: torch.optim.Optimizer) -> None:
+    def _interrupted(self, manager: TieringManager, context: Any, optimizer: TieredOptimizer) -> None:
         began, raised = time.perf_counter(), self._interrupter.raised
         try:
             with self._interrupter.after(self._random.uniform(0, self._usual)):
@@ -208,11 +239,16 @@ class Run:
             if self._interrupter.raised > raised:
                 self.findings["an interrupt was lost"] += 1
 
-    def _look(self, manager: TieringManager, context: Any, optimizer: torch.optim.Optimizer) -> None:
-        trainee = self._trainee
+    def _look(self, manager: TieringManager, context: Any, optimizer: TieredOptimizer) -> None:
+        trainee, partly = self._trainee, False
         try:
+            try:
+                trainee.go_on(optimizer)
+            except InterruptedStep:
+                self.outcomes["a part of a step, and a clear error"] += 1
+                partly = True
             manager.reload(trainee.model)
-            if not (trainee.is_before() or trainee.is_after()):
+            if not partly and not (trainee.is_before() or trainee.is_after()):
                 self.findings["parameters are partly from before"] += 1
             trainee.reset(optimizer)
             manager.synchronize()
@@ -235,9 +271,10 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=1000, help="how many signals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--overlap", choices=("backward", "forward"), help="of all optimizers; else any, or none")
     options = parser.parse_args()
     console = Console()
-    run = Run(options.device, options.seed)
+    run = Run(options.device, options.seed, [options.overlap] if options.overlap else [None, "backward", "forward"])
     parts = [min(STEPS_OF_A_MANAGER, options.times - done) for done in range(0, options.times, STEPS_OF_A_MANAGER)]
     steps = itertools.chain.from_iterable(map(run.with_a_manager, parts))
     for _ in track(steps, description="interrupts", total=options.times, console=console):

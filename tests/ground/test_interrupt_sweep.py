@@ -18,6 +18,7 @@ from tiered_mem.tiers.measure import measured_tier, room_for
 
 # What only reads, makes an object of its own, or does no more than call what is not interrupted.
 HARMLESS = {
+    "absence.py": ["__init__"],
     "__init__.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
     "arguments.py": ["<genexpr>", "instance", "items", "one_of", "whole_number", "yes_or_no"],
     "attachment.py": [
@@ -31,12 +32,13 @@ HARMLESS = {
     ],
     "device.py": ["<setcomp>", "check_some_here", "owns"],
     "filesystem.py": ["memory_at", "pages"],
+    "guarded.py": ["__torch_function__", "guard_of"],
     "hooks.py": ["call", "is_checkpoint", "load"],
     "layer_order.py": ["__init__", "check"],
     "layout.py": ["params_of"],
     "profile.py": ["__post_init__"],
     "lru.py": ["check"],
-    "manager.py": ["__enter__", "__exit__", "act", "export_trace", "layer_context", "offload_context"],
+    "manager.py": ["__enter__", "__exit__", "act", "away", "export_trace", "layer_context", "offload_context"],
     "measure.py": [
         *("<genexpr>", "<lambda>", "<listcomp>", "__init__"),
         *("_cut", "_link", "_release", "_round", "_wait", "link", "measured_tier"),
@@ -45,6 +47,7 @@ HARMLESS = {
     "places.py": ["__init__"],
     "planned.py": ["__init__", "check"],
     "player.py": ["__init__"],
+    "rates.py": ["__init__"],
     "repertoire.py": ["__init__"],
     # What runs inside of a layer's forward, or computes it again, is the user's: the call ends with the interrupt.
     "operators.py": [
@@ -62,7 +65,7 @@ HARMLESS = {
     ],
     "saved_values.py": ["__init__", "dtype_name"],
     "sizes.py": ["_parsed", "format_bytes", "parse_bytes"],
-    "states.py": ["<genexpr>", "check", "keys", "version"],
+    "states.py": ["<genexpr>", "begun", "check", "keys", "version"],
     "synchronizers.py": ["__init__", "get_offloaded_total_size_mb", "pop", "pop_tensor", "require"],
     "treatments.py": ["__init__"],
     "tiered_optimizer.py": [
@@ -113,11 +116,14 @@ def a_training(manager: TieringManager, place: str, folder: Path) -> None:
         optimizer.load(folder / place)
         manager.offload(model)
         manager.reload(model)
+        with manager.away(model, optimizer):
+            """Both are on the host."""
         forgotten = torch.nn.Linear(4, 4, device=place)
         manager.offload(forgotten)
         del forgotten
         in_layer_contexts(manager, model, x)
         by_attaching(manager, model, x)
+        stepped_beside(manager, place)
         computed_again(manager, model, x)
         manager.synchronize()
         manager.stats()
@@ -147,6 +153,22 @@ def by_attaching(manager: TieringManager, model: Stack, x: torch.Tensor) -> None
         for layer in model.layers:
             x = layer(x)
         x.sum().backward()
+
+
+def stepped_beside(manager: TieringManager, place: str) -> None:
+    for overlap in ("backward", "forward"):
+        model, x = small_stack(2, place)
+        optimizer = manager.register_optimizer(
+            torch.optim.AdamW(model.parameters()),
+            bucket_bytes="8KiB",
+            overlap=overlap,  # type: ignore[arg-type]
+        )
+        for _ in range(3):
+            optimizer.last_backward()
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish()
 
 
 def computed_again(manager: TieringManager, model: Stack, x: torch.Tensor) -> None:

@@ -147,8 +147,12 @@ def test_the_overhead_benchmark(tmp_path: Path) -> None:
 def test_the_spill_benchmark(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     small = ("--bytes", "16MiB", "--record", "4MiB", "--rounds", "1")
-    run("-m", "benchmarks.spill", "--dir", str(tmp_path), *small, "--json", str(figures))
+    drives = [tmp_path / name for name in ("one", "other")]
+    for drive in drives:
+        drive.mkdir()
+    run("-m", "benchmarks.spill", "--dir", *map(str, drives), *small, "--json", str(figures))
     result = json.loads(figures.read_text())
     assert result["disk tier, write, over safetensors"] > 0
     assert result["disk tier, read, over safetensors"] > 0
-    assert list(tmp_path.iterdir()) == [figures]
+    assert result["disk tier, 2 drives, write (GB/s)"] > 0
+    assert [list(drive.iterdir()) for drive in drives] == [[], []]

@@ -59,12 +59,12 @@ ORDER = [
 ]
 # The size of the house. A limit is raised by whoever adds a feature that users asked for, in the commit that adds
 # it and by what it takes, and never to make room for a wall. What gets smaller lowers it.
-FILES = 151
-CODE_LINES = 19_779  # without blank lines, comments and docstrings
+FILES = 176
+CODE_LINES = 22_251  # without blank lines, comments and docstrings
 LONGEST = 500  # lines of a file, with all that is in it; where one is near to that, look for a second idea in it
 # The manager is one class, whose methods pass each call on. Half of its lines say what users may type.
 LONGER = {"tiered_mem/manager.py": 600}
-FLOORS = 15  # the longest chain of imports, from a file that imports none of the others
+FLOORS = 16  # the longest chain of imports, from a file that imports none of the others
 
 # Runs the command line, of which nothing else here knows.
 COMMAND = ROOT / "tiered_mem" / "__main__.py"
@@ -208,8 +208,9 @@ def test_the_disk_tier_knows_nothing_of_torch() -> None:
 
 def test_a_tier_below_the_host_is_known_by_its_seam_only() -> None:
     """Files are one such tier. The command line and whatever makes the default one know that."""
-    concrete = ROOT / "tiered_mem" / "spill" / "disk_tier.py"
-    assert {room_of(path) for path in PRODUCT if concrete in GRAPH[path]} == {"check", "cli", "manager"}
+    concrete = {ROOT / "tiered_mem" / "spill" / f"{name}.py" for name in ("chosen", "disk_tier", "several_drives")}
+    knowing = {room_of(path) for path in PRODUCT if concrete & GRAPH[path]}
+    assert knowing == {"check", "cli", "manager", "spill"}
 
 
 def test_nothing_in_tiered_mem_needs_the_drop_in_or_the_command_line() -> None:

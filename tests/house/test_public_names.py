@@ -18,8 +18,9 @@ pytestmark = pytest.mark.once(why="it needs no device")
 PUBLIC = {
     "tiered_mem": """
         BudgetTooSmall ChangedTensor Closed CorruptRecord DeviceFailed DeviceUnavailable InterruptedStep
-        NotRepeatable OffloadContext OffloadRefused Offloaded OutOfHostMemory PinningFailed PolicyError Reentered
-        SpillDirRefused TierFull TieredMemError TieringManager async_save_on_cpu configure default_manager optim
+        NotRepeatable OffloadContext OffloadRefused Offloaded OutOfHostMemory OverlapRefused PinningFailed
+        PolicyError Reentered SpillDirRefused TierFull TieredMemError TieringManager async_save_on_cpu configure
+        default_manager optim
     """,
     "tiered_mem.allocators": """
         AclPinnedMemory CudaPinnedMemory HostMemory HostPool LockedMemory PageableMemory PoolStats Region SlabPool
@@ -56,7 +57,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_they_are_few() -> None:
-    assert sum(len(names.split()) for module, names in PUBLIC.items() if module not in THEIRS) <= 58
+    assert sum(len(names.split()) for module, names in PUBLIC.items() if module not in THEIRS) <= 59
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -116,6 +116,25 @@ def test_losses_and_weights_are_those_of_the_plain_run(tmp_path: Path, arguments
     assert tiered.state.log_history[0]["tiered/offloaded_gib"] > 0
 
 
+@pytest.mark.parametrize("overlap", ["forward", "auto"])
+@pytest.mark.parametrize("arguments", SETTINGS.values(), ids=SETTINGS)
+def test_an_overlap_changes_no_number(tmp_path: Path, arguments: dict[str, Any], overlap: str) -> None:
+    """The Trainer clips, so that "auto" is "forward" in the end."""
+    if arguments.get("optim") == "adafactor" and overlap == "forward":
+        pytest.skip("transformers' Adafactor is stepped at once")
+    expected = outcome(trainer(tmp_path, **arguments))
+    assert_same(outcome(trainer(tmp_path, callback(optimizer="host", overlap=overlap), **arguments)), expected)
+    if arguments.get("optim") != "adafactor":
+        enabled = trainer(tmp_path, **arguments)
+        enable(enabled, optimizer="host", overlap=overlap, **OPTIONS)
+        assert_same(outcome(enabled), expected)
+
+
+def test_the_trainer_looks_at_gradients_after_backward(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"overlap=.forward"):
+        trainer(tmp_path, callback(optimizer="host", overlap="backward")).train()
+
+
 def test_with_gradient_checkpointing_one_line_says_what_to_switch_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

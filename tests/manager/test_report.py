@@ -26,6 +26,9 @@ with torch.device("npu"):
 policy = dict(policy="auto", device_budget=sys.argv[1] if len(sys.argv) > 1 else None)
 policy |= {"recompute": False} if "moving" in sys.argv else {}
 with TieringManager(device="npu", host_bytes="4GiB", **policy) as manager, manager.attach(model):
+    optimizer = None
+    if "states" in sys.argv:
+        optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), overlap="backward")
     peaks = []
     for step in range(6):
         torch.npu.synchronize()
@@ -33,6 +36,8 @@ with TieringManager(device="npu", host_bytes="4GiB", **policy) as manager, manag
         began = ascend_emulator.now()
         with ascend_emulator.record_timeline() as spans:
             model(x).sum().backward()
+            if optimizer is not None:
+                optimizer.step()
             model.zero_grad()
             torch.npu.synchronize()
         seconds = ascend_emulator.now() - began
@@ -126,3 +131,22 @@ def test_the_report_tells_which_layers_are_computed_again(tmp_path: Path) -> Non
     assert report["measured_peak"] <= report["planned_peak"]
     assert said["seconds"] <= report["measured"] < 0.3  # moving alone takes 0.62
     assert report["planned"] == pytest.approx(report["measured"], rel=0.03)
+
+
+@pytest.mark.slow(why="a process trains in a dry run")
+@pytest.mark.skipif(not EMULATED, reason="it is about modelled time")
+def test_waits_for_states_in_backward_are_no_compute(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    options = ("--clock", "910b3", "--dry", "--hbm", "8GiB", "--h2d", "8GB/s", "--d2h", "8GB/s")
+    done = run(*EMULATOR, *options, str(script), "2500MiB", "states", cwd=tmp_path, pythonpath=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    report = said["report"]
+    assert report["states_beside"] == 2 * 4 * 8 * (4096 + 1) * 4096
+    assert (report["states_kept"], report["moved"]) == (0, 0)
+    waits = sum(stall["measured"] for stall in report["stalls"])
+    assert waits > 0.2 * report["compute"], "nothing waits"
+    assert waits == pytest.approx(said["waits"], rel=0.02)
+    assert report["compute"] + waits == pytest.approx(report["measured"])
+    assert report["planned"] == pytest.approx(report["measured"], rel=0.06)

@@ -13,7 +13,7 @@ from tests.conftest import Link
 from tests.manager.test_auto import LARGEST, make
 from tests.models import equal
 from tiered_mem import TieringManager
-from tiered_mem.policies import LRUPolicy
+from tiered_mem.policies import LRUPolicy, PlannedPolicy, planning
 
 MIB = 1 << 20
 SHORT, LONG = 64, 512
@@ -95,3 +95,23 @@ def test_what_the_host_cannot_hold_goes_to_disk(device: str, tmp_path: Path) -> 
 
     tiered("32MiB")
     tiered("3MiB", spill_dir=tmp_path, spill_bytes="64MiB")
+
+
+def test_the_plan_hears_of_states_that_cross_the_link_in_backward(device: str) -> None:
+    policy = PlannedPolicy("64MiB", planning.Link(1e9, 1e9))
+    share = policy.states
+    with TieringManager(policy=policy, device=device, host_bytes="32MiB") as manager:
+        (always, _), (sometimes, _) = make(device), make(device)
+        first = manager.register_optimizer(torch.optim.AdamW(always.parameters()), overlap="backward")
+        second = manager.register_optimizer(
+            torch.optim.AdamW(sometimes.parameters()), overlap="backward", residency="auto"
+        )
+        after, x = make(device)
+        third = manager.register_optimizer(torch.optim.AdamW(after.parameters()), residency="auto")
+        with manager.attach(after, min_bytes=4096):
+            train(after, x, third, [SHORT] * 3)
+        sizes = [each.states.pipeline.nbytes for each in (first, second, third)]
+        assert share.others == sizes[0]
+        assert share.overlapped == sizes[1]
+        assert share.total == sizes[1] + sizes[2]
+        assert share.first == max(bucket.nbytes for bucket in first.states.pipeline.buckets)

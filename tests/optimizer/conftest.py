@@ -13,6 +13,7 @@ from tests.optimizer.rig import MIB, Rig
 from tests.optimizer.training import PLACES, Place
 from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
+from tiered_mem.optimizer.registered import Overlap
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 from tiered_mem.spill.disk_tier import DiskTier
 
@@ -34,12 +35,19 @@ class MakeTiered:
         host_bytes: str = "64MiB",
         device: str | None = None,
         separable: bool | None = None,
+        overlap: Overlap | None = None,
+        keep_gradients: bool = False,
     ) -> TieredOptimizer:
         device = device or self._device
         disk = DiskTier(self._folder, capacity=64 << 20, files=DeclaredFiles()) if residency == "disk" else None
         self._managers.append(TieringManager(policy="lru", device=device, host_bytes=host_bytes, disk=disk))
         return self.manager.register_optimizer(
-            optimizer, bucket_bytes=bucket_bytes, residency=residency, separable=separable
+            optimizer,
+            bucket_bytes=bucket_bytes,
+            residency=residency,
+            separable=separable,
+            overlap=overlap,
+            keep_gradients=keep_gradients,
         )
 
     @property

@@ -40,7 +40,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # each case looks whether anything is kept alive
     warnings.simplefilter("ignore")  # torch's, of sparse tensors and of parameters that are there twice
-    console, counts = Console(), Counter[str]()
+    console, counts, overlaps = Console(), Counter[str](), Counter[str]()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     failed: list[int] = []
     with Progress(*columns, console=console) as progress:
@@ -61,14 +61,15 @@ def main() -> int:
                 if arguments.case is not None:
                     console.print(traceback.format_exc(), markup=False)
             counts[case.kind] += 1
+            overlaps[case.kind] += case.overlap is not None
             passed = time.monotonic() - begin
             progress.update(task, completed=min(int(passed), int(arguments.seconds)))
             if arguments.case is not None or passed >= arguments.seconds or len(failed) == _ENOUGH:
                 break
             number += 1
-    table = Table("optimizer", "cases")
+    table = Table("optimizer", "cases", "with an overlap")
     for kind, count in sorted(counts.items()):
-        table.add_row(kind, f"{count:,}")
+        table.add_row(kind, f"{count:,}", f"{overlaps[kind]:,}")
     console.print(table)
     console.print(f"{counts.total():,} cases, {len(failed)} findings{': ' if failed else ''}", *failed)
     return 1 if failed else 0

@@ -21,8 +21,15 @@ from tests.optimizer.fuzz_kinds import KINDS, Kind
 from tests.optimizer.training import RESIDENCIES, differences, on_cpu, outcome
 from tests.spill.declared_files import DeclaredFiles
 from tiered_mem import TieringManager
+from tiered_mem.errors import InterruptedStep
+from tiered_mem.optimizer.registered import Overlap
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 from tiered_mem.spill.disk_tier import DiskTier
+
+OVERLAPS: tuple[Overlap, ...] = (
+    "backward",
+    "forward",
+)
 
 
 class Finding(Exception):
@@ -42,7 +49,11 @@ class Param:
 
 @dataclass
 class Case:
-    """All that is drawn. groups: the numbers of parameters, and options. later: a group to be added."""
+    """All that is drawn. groups: the numbers of parameters, and options.
+
+    overlap: where there is one, nobody looks at gradients between backward and step. keep_gradients: is asked for
+    with it. backwards: of each step; None is one or more, of which the last is announced.
+    """
 
     kind: str
     options: dict[str, Any]
@@ -53,6 +64,9 @@ class Case:
     separable: bool | None
     register_at: int
     seed: int
+    overlap: Overlap | None = None
+    keep_gradients: bool = False
+    backwards: int | None = 1
     actions: list[tuple[str, Any]] = field(default_factory=list)
 
 
@@ -81,13 +95,19 @@ def draw(rng: random.Random, device: str) -> Case:
         register_at=rng.choice([0, 0, 0, 2]),
         seed=rng.randrange(1 << 30),
     )
+    if not (kind.closure or kind.sparse) and rng.random() < 0.5:
+        case.overlap = rng.choice(OVERLAPS)
+        case.keep_gradients = case.overlap == "backward" and rng.random() < 0.3
+        case.backwards = rng.choice([1, 1, 2, None, None])
     single = {(param.dtype, param.on_cpu) for param in params} == {(torch.float32, False)}
-    actions = ["step"] * 6 + ["offload", "reload", "read", "freeze", "present", "close_over"]
+    actions = ["step"] * 6 + ["offload", "reload", "read", "freeze", "present"]
+    if case.overlap is None or case.backwards != 1:  # or a part of the step is made in the only backward
+        actions.append("close_over")
     if kind.loads:
         actions += ["state_dict", "renew"]
     if kind.groups:
         actions += ["add_group", "append"]
-    if kind.scaler and not kind.closure and single and not kind.sparse:
+    if kind.scaler and not kind.closure and single and not kind.sparse and case.overlap is None:
         actions += ["scaled"] * 2
     if device == "cpu" and name in ("adam", "adamw"):
         actions.append("refused")
@@ -122,6 +142,7 @@ class Training:
         groups = [{"params": [self.params[n] for n in numbers], **o} for numbers, o in case.groups]
         self.optimizer: Any = self._kind.make(groups, **case.options)
         self._scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+        self._knows_the_word = False
         for number in range(case.register_at):
             self.step(case.seed + number)
         self._register()
@@ -144,6 +165,9 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] *= rng.choice([0.9, 1.0, 1.1])
         poison = self._kind.poison and rng.random() < 0.05
+        if self._case.overlap is not None:
+            self._overlapped_step(seed, rng, poison=poison)
+            return
         calls = 0
 
         def closure() -> torch.Tensor:
@@ -165,6 +189,28 @@ class Training:
             self.optimizer.step()
         if rng.random() < 0.5:
             self.optimizer.zero_grad()
+
+    def _overlapped_step(self, seed: int, rng: random.Random, *, poison: bool) -> None:
+        """Nobody looks at gradients, nor leaves any for the next step that may have been freed."""
+        case = self._case
+        backwards = case.backwards or rng.randint(1, 3)
+        if rng.random() < 0.1:
+            self._give_gradients(seed, poison=poison, scaled=False)  # which no hook sees
+        else:
+            for number in range(backwards):
+                last = number == backwards - 1
+                if case.backwards is None and last and (rng.random() < 0.9 or not self._knows_the_word):
+                    self._announce()  # else all is left to step()
+                # With a set number all gradients come that often, or one would look final before it is.
+                self._backward(seed if case.backwards else seed + number, again=number + 1, poison=poison and last)
+        self.optimizer.step()
+        if not case.keep_gradients or rng.random() < 0.5:
+            self.optimizer.zero_grad(not case.keep_gradients or rng.random() < 0.5)
+
+    def _announce(self) -> None:
+        self._knows_the_word = True  # before that, an only backward would be taken for the rule
+        if isinstance(self.optimizer, TieredOptimizer):
+            self.optimizer.last_backward()
 
     def scaled(self, seed: int) -> None:
         self.step(seed, scaled=True)
@@ -249,6 +295,7 @@ class Training:
         return self.params[-1]
 
     def _register(self) -> None:
+        self._knows_the_word = False
         if self._manager is None:
             return
         register = partial(
@@ -257,13 +304,22 @@ class Training:
             bucket_bytes=self._case.bucket_bytes,
             residency=self._case.residency,
         )
-        try:
-            self.optimizer = register(separable=self._case.separable)
-        except ValueError:
-            # A group with several types, or on several devices, may not be what was said of it.
-            if not self._case.separable or len({(p.dtype, p.device) for p in self.params}) == 1:
-                raise
-            self.optimizer = register()
+        overlap, separable, refused = self._case.overlap, self._case.separable, ""
+        while True:
+            keep = overlap is not None and self._case.keep_gradients
+            try:
+                self.optimizer = register(separable=separable, overlap=overlap, keep_gradients=keep)
+                break
+            except ValueError as error:
+                if overlap is not None and f"overlap={overlap!r}" in str(error):
+                    overlap, refused = None, str(error)
+                elif separable and len({(p.dtype, p.device) for p in self.params}) > 1:
+                    # A group with several types, or on several devices, may not be what was said of it.
+                    separable = None
+                else:
+                    raise
+        if refused and not (self.optimizer.at_once or self._kind.draws):
+            raise Finding(f"it is not stepped at once, and was refused: {refused}")
 
     def _make(self, param: Param, seed: int) -> torch.nn.Parameter:
         shape = param.shape[::-1] if param.transposed else param.shape
@@ -289,23 +345,31 @@ class Training:
             for param, gradient in self._gradients(seed):
                 sparse = self._kind.sparse and gradient is not None
                 param.grad = gradient.to_sparse(1) if sparse and gradient is not None else gradient
-        with_one = [p for p in self.params if p.grad is not None and p.numel() and not p.grad.is_sparse]
-        if poison and with_one:
-            chosen = with_one[seed % len(with_one)]
-            chosen.grad.view(-1)[0] = torch.inf if seed % 2 else torch.nan
+        if poison:
+            _poison(seed, [param.grad for param in self.params if param.grad is not None])
 
-    def _backward(self, seed: int, again: int = 1) -> torch.Tensor:
-        loss = self._loss(seed, again)
+    def _backward(self, seed: int, again: int = 1, *, poison: bool = False) -> torch.Tensor:
+        loss = self._loss(seed, again, poison=poison)
         loss.backward()
         return loss.detach()
 
-    def _loss(self, seed: int, again: int = 1) -> torch.Tensor:
+    def _loss(self, seed: int, again: int = 1, *, poison: bool = False) -> torch.Tensor:
         loss = torch.zeros((), device=self._device, requires_grad=True) * 1.0
-        for param, gradient in self._gradients(seed):
+        gradients = list(self._gradients(seed))
+        if poison:
+            _poison(seed, [gradient for _, gradient in gradients if gradient is not None])
+        for param, gradient in gradients:
             if gradient is not None:
                 part = (param.float() * gradient.float() + 0.1 * again * param.float().square()).sum()
                 loss = loss + part.to(self._device)
         return loss
+
+
+def _poison(seed: int, gradients: list[torch.Tensor]) -> None:
+    """One of them is not finite."""
+    dense = [gradient for gradient in gradients if gradient.numel() and not gradient.is_sparse]
+    if dense:
+        dense[seed % len(dense)].view(-1)[0] = torch.inf if seed % 2 else torch.nan
 
 
 def check(case: Case, device: str) -> None:
@@ -341,7 +405,9 @@ def _check_refused(case: Case, device: str, plain: Training | None, expected: Ex
             tiered = Training(case, device, manager)
             tiered.run()
         except Exception as error:
-            if not isinstance(error, type(expected)):
+            # In the middle of a step that error is the cause.
+            said = error.__cause__ if isinstance(error, InterruptedStep) else error
+            if not isinstance(said, type(expected)):
                 raise Finding(f"without tiering it ends with {expected!r}, and with it with {error!r}") from error
             if plain is not None and tiered is not None:
                 _compare(plain.told, tiered.told)

@@ -25,7 +25,7 @@ class Kind:
     separable: what may be said of it at registration. closure: it needs one. matrices: it takes those alone.
     sparse: its gradients are. full: all parameters have gradients, in all steps. groups: it takes several, and more
     later. scaler: it may be used with a gradient scaler. poison: gradients may be NaN or infinite.
-    loads: it is the same after a load of what it saved.
+    loads: it is the same after a load of what it saved. draws: random numbers, in each step.
     """
 
     make: Callable[..., Optimizer]
@@ -41,6 +41,7 @@ class Kind:
     scaler: bool = True
     poison: bool = True
     loads: bool = True
+    draws: bool = False
 
 
 def _adam(rng: random.Random) -> dict[str, Any]:
@@ -115,8 +116,8 @@ KINDS: dict[str, Kind] = {
     "master weights": Kind(strange.MasterWeights, _rate),
     "out of place": Kind(strange.OutOfPlace, _rate, poison=False),
     "growing": Kind(strange.Growing, _rate),
-    "noisy": Kind(strange.Noisy, _rate),
-    "langevin": Kind(strange.Langevin, _rate),
+    "noisy": Kind(strange.Noisy, _rate, draws=True),
+    "langevin": Kind(strange.Langevin, _rate, draws=True),
     "schedule free": Kind(strange.ScheduleFree, _rate),
     "global norm": Kind(strange.GlobalNorm, _rate, dtypes=FLOAT32, full=True, **_AT_ONCE),
     "estimates": Kind(strange.Estimates, _rate, poison=False, **_AT_ONCE),

@@ -14,6 +14,8 @@ from tests.optimizer.strange_optimizers import Noisy
 from tiered_mem import TieringManager, optim
 from tiered_mem.optimizer.tiered_optimizer import TieredOptimizer
 
+OURS = ("bucket_bytes", "residency", "separable", "overlap", "keep_gradients")
+
 
 def train(optimizer: torch.optim.Optimizer, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     for _ in range(3):
@@ -42,7 +44,7 @@ def test_there_is_one_for_each_of_torchs(name: str) -> None:
     assert (ours.__name__, ours.__module__) == (name, "tiered_mem.optim")
     arguments = list(inspect.signature(ours).parameters)
     assert set(inspect.signature(theirs).parameters) < set(arguments)
-    assert {"bucket_bytes", "residency", "separable"} < set(arguments)
+    assert set(OURS) < set(arguments)
 
 
 def test_all_of_torchs_are_there() -> None:
@@ -116,7 +118,7 @@ def test_what_is_derived_from_one_takes_the_arguments_of_registration(device: st
     assert (slow.at_once, slow.states.away) == (True, True)
     assert made(Named, separable=False).wrapped.word is False
     arguments = inspect.signature(Slow).parameters
-    assert list(arguments) == ["params", "lr", "bucket_bytes", "residency", "separable", "options"]
+    assert list(arguments) == ["params", "lr", *OURS, "options"]
     assert arguments["lr"].default == 1e-4
 
 

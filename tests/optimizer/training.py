@@ -80,6 +80,39 @@ def train(optimizer: Optimizer, params: Params, steps: Sequence[int], *, missing
     optimizer.zero_grad()
 
 
+def backward(params: Params, step: int, *, missing: Callable[[int, int], bool] = lambda step, index: False) -> None:
+    """Gradients of a step that autograd adds. The last parameter gets its own first, as in a model.
+
+    missing: whether a parameter, by the step and its number, has no part in it.
+    """
+    total: Any = None
+    for index, param in enumerate(params):
+        if missing(step, index) or not param.requires_grad:
+            continue
+        generator = torch.Generator().manual_seed(100 * step + index)
+        weights = torch.randn(param.shape, generator=generator).to(param.dtype).to(param.device)
+        part = (param * weights).sin().sum()
+        total = part if total is None else total * 0.5 + part  # one after another
+    if total is not None:
+        total.backward()
+
+
+def train_by_backward(
+    optimizer: Optimizer,
+    params: Params,
+    steps: Sequence[int],
+    *,
+    missing: Callable[[int, int], bool] = lambda step, index: False,
+) -> None:
+    """Steps with gradients of autograd's, and a learning rate that changes."""
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.97
+        backward(params, step, missing=missing)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Outcome(NamedTuple):
     """Parameters and states, on the CPU."""
 

@@ -170,8 +170,8 @@ def test_other_lengths_are_planned_for_by_their_ratio(noise: float) -> None:
         assert outcome.seconds <= best(other, budget) * 1.05
 
 
-def test_steps_with_other_events_are_recorded_and_the_last_four_kinds_are_kept() -> None:
-    kinds = [gpt(layers=n) for n in (4, 5, 6, 7, 8)]
+def test_steps_with_other_events_are_recorded_and_the_last_eight_kinds_are_kept() -> None:
+    kinds = [gpt(layers=n) for n in range(4, 13)]
     budget = budget_between(profile(kinds[-1]), 0.3)
     policy = PlannedPolicy(budget, LINK)
     machine = Machine(policy, LINK)

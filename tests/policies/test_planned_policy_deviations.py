@@ -48,6 +48,25 @@ def test_a_longer_step_that_cannot_keep_the_budget_is_warned_of_and_goes_on(
     assert machine.run(step).peak <= budget
 
 
+def test_micro_batches_that_find_gradients_there_have_a_plan_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """In the first one they come, and stay. A plan for that with as many from the beginning has them twice."""
+    layers = [[Op((2e-3, 4e-3), [64 * MIB], (64 * MIB, 64 * MIB))] * 3] * 6
+    gradients = 96 * MIB
+    first, later = build(layers, [gradients] * 6), build(layers, [0] * 6)
+    later.code[:0] = [Allocate(6 * gradients)]
+    later.code.append(Allocate(-6 * gradients))
+    budget = budget_between(profile(later), 0.3)
+    machine = Machine(PlannedPolicy(budget, LINK, recompute=False), LINK)
+    for step in (first, later):
+        machine.run(step)
+    with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
+        for step in (first, later, later, later) * 2:
+            outcome = machine.run(step)
+            assert outcome.peak <= budget
+            assert outcome.seconds == pytest.approx(best(step, budget), rel=1e-2)
+    assert not caplog.text
+
+
 def test_that_steps_of_other_kinds_have_no_plan_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     policy, _ = planned(gpt(layers=6), 0.1)
     machine = Machine(policy, LINK)

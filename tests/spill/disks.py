@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,11 @@ from typing import Any
 from tests.spill.faulty_files import FaultyFiles
 from tests.spill.memory import Memory, empty
 from tiered_mem.spill.disk_tier import DiskRecord, DiskTier
+from tiered_mem.spill.io_queue import Drive
 from tiered_mem.spill.lower_tier import Job
+from tiered_mem.spill.room import Room
+from tiered_mem.spill.several_drives import SeveralDrives
+from tiered_mem.spill.write_gate import WriteBudget
 
 MIB = 1 << 20
 BLOCK = 4096
@@ -118,6 +122,31 @@ def disk_in(
     assert list(folder.iterdir()) == []
     assert open_in(folder) == fds
     assert io_threads() == []
+
+
+def drives_in(
+    folder: Path,
+    files: Sequence[FaultyFiles],
+    *,
+    capacity: int = 16 * MIB,
+    limits: Sequence[int] | None = None,
+    drives: Sequence[Drive] | None = None,
+    first: int = 0,
+    **options: Any,
+) -> SeveralDrives:
+    """A tier over a new folder for each of these, which share the capacity. The clock stands still unless given.
+
+    limits: of each drive, in place of the capacity. drives: models of them.
+    """
+    room, budget = Room(capacity), WriteBudget(None)
+    options = {"clock": Clock(), "workers": 1, "room": room, "write_budget": budget} | options
+    tiers = []
+    for number, each in enumerate(files):
+        (path := folder / f"drive-{number}").mkdir()
+        limit = capacity if limits is None else limits[number]
+        model = None if drives is None else drives[number]
+        tiers.append(DiskTier(path, capacity=limit, files=each, drive=model, **options))
+    return SeveralDrives(tiers, capacity=capacity, first=first)
 
 
 def open_in(folder: Path) -> list[str]:

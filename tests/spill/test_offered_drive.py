@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.spill.disks import io_threads
-from tiered_mem.spill.disk_tier import chosen_tier, offered_drive
+from tiered_mem.spill.chosen import chosen_tier, offered_drive
 from tiered_mem.spill.filesystem import Files
 from tiered_mem.spill.io_queue import IoQueue
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from tests.models import eventually, is_empty, stack
 from tests.optimizer.training import OPTIMIZERS, make_params, train
-from tests.spill.disks import MIB, disk_in
+from tests.spill.disks import MIB, disk_in, drives_in
+from tests.spill.faulty_files import FaultyFiles
 from tests.spilling import Training
 from tests.tiers.lower_tier_contract import CONTRACT, Subject
 from tests.tiers.remote_tier import RemoteTier
@@ -35,6 +36,20 @@ class OnDisk:
         return self._files.hold(f"p{kind}")
 
 
+class OnDrives:
+    """Two drives, with one set of faults for both."""
+
+    def __init__(self, folder: Path, ends: ExitStack) -> None:
+        self._files = FaultyFiles()
+        self.tier: LowerTier = ends.enter_context(closing(drives_in(folder, [self._files] * 2, capacity=MIB)))
+
+    def fail(self, kind: str) -> None:
+        self._files.fail(f"p{kind}")
+
+    def held(self, kind: str) -> AbstractContextManager[Any]:
+        return self._files.hold(f"p{kind}")
+
+
 class Remote:
     def __init__(self, folder: Path, ends: ExitStack) -> None:
         self._remote = RemoteTier(MIB)
@@ -47,7 +62,7 @@ class Remote:
         return nullcontext()  # nothing arrives before somebody asks
 
 
-@pytest.fixture(params=[OnDisk, Remote])
+@pytest.fixture(params=[OnDisk, OnDrives, Remote])
 def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
     with ExitStack() as ends:
         yield request.param(tmp_path, ends)

@@ -39,7 +39,7 @@ from ..policies.base import (
     Recomputed,
 )
 from .block import Block, Origin, View, origin_of
-from .movable import Movable, Stayed, has_storage
+from .movable import Movable, Stayed, has_storage, is_weight
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,7 +229,8 @@ class ForwardPass:
                 self.keys[layer][block.key] = None
                 return SavedTensor(self._activations, block, view, layer)
         elif kind is not torch.nn.Parameter:
-            if self._movable.large(tensor) and (apart := take_apart(tensor)) is not None:
+            # FSDP2 frees what it has gathered of a DTensor, which is in no list of weights.
+            if self._movable.large(tensor) and not is_weight(tensor) and (apart := take_apart(tensor)) is not None:
                 parts = [None if part is None else self.pack(part) for part in apart.parts]
                 return SavedParts(tensor, apart, parts, layer)
             self._movable.note_stay(tensor)

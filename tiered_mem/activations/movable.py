@@ -142,7 +142,7 @@ class Movable:
 
     def note_stay(self, tensor: torch.Tensor) -> None:
         """Counts a tensor that is not `large`, or does not `moves`. Weights are nobody's to move."""
-        if _is_weight(tensor):
+        if is_weight(tensor):
             return
         whole = has_storage(tensor)
         self.stayed.add(self._reason(tensor, whole), tensor.nbytes if whole else 0)
@@ -299,7 +299,8 @@ def _identity(tensor: torch.Tensor | None) -> object:
     return id(tensor), *(storage_id(part.untyped_storage()) for part in parts)
 
 
-def _is_weight(tensor: torch.Tensor) -> bool:
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter, or a view of one, or autocast's copy of one."""
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
     if node is None:

@@ -115,8 +115,8 @@ class BlockStore:
             self._moves.clear()
         self.release(due)
         if self._spiller is not None and not self._policy.plans_spills:
-            stats = self._host.pool_stats()
-            if stats.capacity is not None and (above := stats.used - int(_HIGH_WATER * stats.capacity)) > 0:
+            used, limit = self._host.usage()
+            if limit is not None and (above := used - int(_HIGH_WATER * limit)) > 0:
                 self._relieve(above, self._spiller)
 
     def release(self, blocks: Iterable[Block]) -> None:

@@ -1,7 +1,8 @@
-"""Measure the link to the device, and a drive to spill to.
+"""Measure the link to the device, and a drive to spill to, or several.
 
 How much host memory there is to take. Copies between the device, where there is one, and pinned host memory. Then
-writes and reads records of the disk tier in DIR, several times. Nothing stays behind. As every process that starts
+writes and reads records of the disk tier in DIR, several times. Of several directories all are measured together,
+as a manager would use them, and then each by itself. Nothing stays behind. As every process that starts
 to spill in DIR, it removes what this user's dead processes have left there. The exit status is 1 if a backend that
 `import torch` loads does not load, or if the link to a device that was named could not be measured.
 """
@@ -15,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,8 +26,8 @@ from ..errors import DeviceUnavailable
 from ..ground.interrupts import Interrupts
 from ..policies import Link
 from ..sizes import format_bytes
-from ..spill.disk_tier import DiskTier
-from ..spill.filesystem import direct_io_alignment, filesystem_of, memory_at, pages
+from ..spill.chosen import tier_in
+from ..spill.filesystem import FileSystem, direct_io_alignment, filesystem_of, memory_at, pages
 from ..spill.folder import owners
 from ..spill.record_io import checksum_by_name
 from ..tiers.host_budget import host_budget, host_limit, local_processes
@@ -58,32 +59,41 @@ _COLUMNS = {"": False, "what was found": False}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "dir", metavar="DIR", nargs="?", type=Path, help="on the drive; by default the temporary files'"
+        "dirs", metavar="DIR", nargs="*", type=Path, help="on each drive; by default the temporary files'"
     )
-    parser.add_argument("--bytes", type=size, default=256 << 20, help="how much is written, such as 4GiB (256MiB)")
+    parser.add_argument("--bytes", type=size, default=256 << 20, help="how much each gets, such as 4GiB (256MiB)")
     parser.add_argument(
         "--device", help='such as "npu:1"; "cpu" leaves the link out (the accelerator that torch has)'
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    path = Path(tempfile.gettempdir()) if options.dir is None else options.dir
+    paths: list[Path] = options.dirs or [Path(tempfile.gettempdir())]
     host = _host()
     link, why, broken = _link(options.device)
     with byte_bar() as bar:
-        task = bar.add_task(f"writing and reading in {path}", total=(1 + 4 * _ROUNDS) * options.bytes)
-        drive = _drive(path, options.bytes, lambda nbytes: bar.advance(task, nbytes))
+        # Once each by itself, and as often all together.
+        total = (1 + 4 * _ROUNDS) * options.bytes * (1 if len(paths) == 1 else 2 * len(paths))
+        task = bar.add_task(f"writing and reading in {', '.join(map(str, paths))}", total=total)
+        together, drives = _drives(paths, options.bytes, lambda nbytes: bar.advance(task, nbytes))
     if options.json:
-        about_drive = {"path": str(path), **drive, "bytes": options.bytes}
+        told = [
+            with_units({"path": str(path), **drive, "bytes": options.bytes}, _UNITS)
+            for path, drive in zip(paths, drives, strict=True)
+        ]
         about_link = with_units(link, _UNITS) if link else {"problem": why}
-        about_drive = with_units(about_drive, _UNITS)
-        write_json({"host": host, "link": about_link, "broken_backends": broken, "drive": about_drive})
+        found = {"host": host, "link": about_link, "broken_backends": broken, "drive": told[0], "drives": told}
+        write_json(found | {"together": None if together is None else with_units(together, _UNITS)})
     else:
         screen = console()
         for name, problem in broken.items():
             screen.print(plain(f"torch's backend {name} does not load: {problem}. {_WITHOUT}"), soft_wrap=True)
         _show_host(host, screen)
-        _show(link, why, drive, f"{path}, {format_bytes(options.bytes)} at a time", screen)
+        _show_link(link, why, screen)
+        for path, drive in zip(paths, drives, strict=True):
+            _show_drive(drive, f"{path}, {format_bytes(options.bytes)} at a time", screen)
+        if together is not None:
+            _show_together(paths, drives, together, screen)
     return 1 if broken or (link is None and options.device not in (None, "cpu")) else 0
 
 
@@ -185,6 +195,17 @@ def _import_torch() -> dict[str, str]:
     return broken
 
 
+def _drives(paths: Sequence[Path], nbytes: int, advance: Callable[[int], None]) -> tuple[Found | None, list[Found]]:
+    """What all drives do together, if there are several, and what each does by itself. Arguments as of `_drive`."""
+    for path in paths:
+        _check(path, nbytes)
+    together = None
+    if len(paths) > 1:
+        link, _ = _measured(paths, len(paths) * nbytes, advance)
+        together = _rates(link)
+    return together, [_drive(path, nbytes, advance) for path in paths]
+
+
 def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Found:
     """Writes and reads `nbytes` several times, in a folder that is gone afterwards.
 
@@ -192,26 +213,10 @@ def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Found:
 
     Raises SpillDirRefused, ValueError where the drive has no room for as much, and OSError.
     """
-    ask(owners, path)  # says what is wrong with it
-    filesystem = filesystem_of(path)
-    found = os.statvfs(path)
-    if found.f_blocks == 0:
-        raise ValueError(
-            f"{path} lies on {filesystem.name}, which has no room for files; give a directory on a local drive"
-        )
-    free = found.f_bavail * found.f_frsize
-    capacity = room_for(nbytes)
-    if capacity > free:
-        raise ValueError(
-            f"to write {format_bytes(nbytes)} takes {format_bytes(capacity)}, and {path} has {format_bytes(free)} "
-            "left; lower --bytes, or make room"
-        )
-    with closing(Interrupts()) as interrupts, closing(DiskTier(path, capacity=capacity)) as tier:
-        interrupts.watch()
-        direct = tier.stats().direct
-        with tempfile.TemporaryFile(dir=path) as file:
-            alignment = direct_io_alignment(f"/proc/self/fd/{file.fileno()}")
-        link = measured_tier(tier, nbytes, rounds=_ROUNDS, moved=advance)
+    filesystem, free = _check(path, nbytes)
+    link, direct = _measured([path], nbytes, advance)
+    with tempfile.TemporaryFile(dir=path) as file:
+        alignment = direct_io_alignment(f"/proc/self/fd/{file.fileno()}")
     checksum = checksum_by_name(None)
     with pages(_CHECKSUM_BYTES) as start:
         memory = memory_at(start, _CHECKSUM_BYTES)
@@ -226,12 +231,45 @@ def _drive(path: Path, nbytes: int, advance: Callable[[int], None]) -> Found:
         "free_bytes": free,
         "direct_io": direct,
         "alignment": alignment or None,
+        **_rates(link),
+        "checksum": checksum.name,
+        "checksum_speed": _CHECKSUM_BYTES / seconds / 1e9,
+    }
+
+
+def _check(path: Path, nbytes: int) -> tuple[FileSystem, int]:
+    """The file system of a directory, and the bytes that it has left. Raises as `_drive` does."""
+    ask(owners, path)  # says what is wrong with it
+    filesystem = filesystem_of(path)
+    found = os.statvfs(path)
+    if found.f_blocks == 0:
+        raise ValueError(
+            f"{path} lies on {filesystem.name}, which has no room for files; give a directory on a local drive"
+        )
+    free = found.f_bavail * found.f_frsize
+    capacity = room_for(nbytes)
+    if capacity > free:
+        raise ValueError(
+            f"to write {format_bytes(nbytes)} takes {format_bytes(capacity)}, and {path} has {format_bytes(free)} "
+            "left; lower --bytes, or make room"
+        )
+    return filesystem, free
+
+
+def _measured(paths: Sequence[Path], nbytes: int, advance: Callable[[int], None]) -> tuple[Link, bool]:
+    """The rates of the drives together, and whether all take direct I/O."""
+    with closing(Interrupts()) as interrupts, closing(tier_in(paths, capacity=room_for(nbytes))) as tier:
+        interrupts.watch()
+        direct = tier.stats().direct
+        return measured_tier(tier, nbytes, rounds=_ROUNDS, moved=advance), direct
+
+
+def _rates(link: Link) -> Found:
+    return {
         "write": link.out / 1e9,
         "read": link.back / 1e9,
         "both": _together(link),
         "latency": link.latency,
-        "checksum": checksum.name,
-        "checksum_speed": _CHECKSUM_BYTES / seconds / 1e9,
     }
 
 
@@ -240,7 +278,7 @@ def _together(link: Link) -> float:
     return link.both * (link.out + link.back) / 1e9
 
 
-def _show(link: Found | None, why: str, drive: Found, title: str, screen: Console) -> None:
+def _show_link(link: Found | None, why: str, screen: Console) -> None:
     if link is None:
         screen.print(f"The link to a device was not measured: {why}.")
     else:
@@ -255,6 +293,9 @@ def _show(link: Found | None, why: str, drive: Found, title: str, screen: Consol
             ("both at once", f"{_speed(link['both'])} together"),
         ]
         screen.print(table(f"{link['device']}{near}", _COLUMNS, rows))
+
+
+def _show_drive(drive: Found, title: str, screen: Console) -> None:
     kind = "in memory" if drive["in_memory"] else "on a network, or in user space" if drive["network"] else "local"
     aligned = "" if drive["alignment"] is None else f", in multiples of {drive['alignment']} bytes"
     rows = [
@@ -267,6 +308,15 @@ def _show(link: Found | None, why: str, drive: Found, title: str, screen: Consol
         ("checksum", f"{drive['checksum']}, {_speed(drive['checksum_speed'])}"),
     ]
     screen.print(table(title, _COLUMNS, rows))
+
+
+def _show_together(paths: Sequence[Path], drives: Sequence[Found], together: Found, screen: Console) -> None:
+    rows = [
+        (name, *(_speed(found[way]) for way in ("write", "read", "both")))
+        for name, found in [*zip(map(str, paths), drives, strict=True), ("together", together)]
+    ]
+    columns = {"": False, "write": True, "read": True, "both at once": True}
+    screen.print(table(f"{len(drives)} drives", columns, rows))
 
 
 def _speed(speed: float) -> str:

@@ -101,14 +101,14 @@ class Sweep:
     def _planned(self, step: Profile, budget: int, choice: Choice) -> dict[str, Any]:
         states = self._states
         kept = states_to_keep(step, budget, self._link, states)[0] if states.total else 0
-        made = plan(step, budget - kept, self._link)
-        passing = self._link.exchange(states.total - kept)
+        beside = states.beside(self._link, step, budget, kept)
+        made = plan(step, budget - kept, beside.link)
         return {
             "budget": budget,
             "peak": max(made.peak, states.step_peak) + kept,
-            "seconds": made.seconds + passing,
+            "seconds": made.seconds + beside.seconds,
             "waits": made.waits,
-            "least": made.bound + passing,
+            "least": made.bound + beside.seconds,
             "moved": moved(step, made),
             "states_kept": kept,
             "mix": dict(Counter(choice.values())),
@@ -119,7 +119,8 @@ class Sweep:
         room = budget - max(*step.full, self._states.step_peak)
         if room < 0:
             return None
-        return step.compute + self._link.exchange(max(0, self._states.total - room))
+        kept = min(self._states.total, room)
+        return step.compute + self._states.beside(self._link, step, budget, kept).seconds
 
     def _checkpointed(self) -> list[tuple[int, Profile]]:
         """The step with so many of its first or last layers computed again as a whole."""

@@ -7,7 +7,9 @@ each tensor that is saved, and an alias calls nothing in Python.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import CodeType, FunctionType
@@ -99,6 +101,15 @@ tensor_uses: Callable[[torch.Tensor], int] = _found("Tensor._use_count")
 # The stream on which this thread issues its work, of the device with this number.
 current_stream: Callable[[int], torch.Stream] = _found("_C._accelerator_getStream")
 
+# Within, no mode of dispatch, of torch's functions or of torch.func has a part in what is done.
+_no_dispatch_modes: Callable[[], AbstractContextManager[object]] = _found(
+    "utils._python_dispatch._disable_current_modes"
+)
+_no_function_modes: Callable[[], AbstractContextManager[object]] = _found("_C.DisableTorchFunction")
+_dispatch_modes: Callable[[], int] = _found("_C._len_torch_dispatch_stack")
+_function_modes: Callable[[], int] = _found("_C._len_torch_function_stack")
+_no_transforms: Callable[[], AbstractContextManager[object]] = _found("_C._DisableFuncTorch")
+
 # Within, functions treat a tensor's type as if it had no __torch_function__ of its own.
 AsPlainTensors: Any = _found("_C.DisableTorchFunctionSubclass")
 
@@ -132,8 +143,10 @@ OPTIMIZER_HOOKS = (
 # optimizer, and on a parameter in whose place FSDP2 has put another.
 STEP_COUNTED, STEP_SEEN = "_wrapped_by_lr_sched", "_opt_called"
 REPLACED_BY_FSDP = "_fsdp_orig_uid"
+# The hooks of a parameter that are called when its gradient is there.
+HOOKS_OF_GRADIENTS = "_post_accumulate_grad_hooks"
 # Used by these names where they are needed, as half of torch's users do.
-_OF_TENSORS = ("_base", "_indices", "_version")
+_OF_TENSORS = ("_base", "_indices", "_version", HOOKS_OF_GRADIENTS)
 _OF_MODULES = ("_buffers", "_modules", "_parameters", *MODULE_HOOKS, *MODULE_HOOK_FLAGS)
 _found("_foreach_copy_")
 for _kind, _names, _has in (
@@ -144,6 +157,105 @@ for _kind, _names, _has in (
     for _name in _names:
         if _name not in _has:
             raise _missing(f"{_kind}.{_name}")
+
+# DTensor and FSDP2. To import them takes seconds, and who has such a tensor or module has done it.
+_DTENSOR, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
+
+
+def as_dtensor(tensor: torch.Tensor) -> Any:
+    """The tensor, if it is a DTensor; else None."""
+    module = sys.modules.get(_DTENSOR)
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def part_here(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What this process has of a DTensor: that very tensor, with its memory. None for any other type."""
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return None
+    try:
+        return cast(torch.Tensor, dtensor._local_tensor)
+    except AttributeError:
+        raise _missing("DTensor._local_tensor") from None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParameter:
+    """What FSDP2 has of one parameter.
+
+    sharded: the DTensor, which optimizers have. padded: what other ranks are sent, which is the DTensor's memory
+    with zeros behind it. stand_ins: what modules have in its place while it is gathered. gathered: the tensors that
+    use what other ranks have sent, which is memory only then; none where a tensor's own type makes it of that.
+    """
+
+    sharded: torch.Tensor
+    padded: torch.Tensor
+    stand_ins: list[torch.Tensor]
+    gathered: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, parameter: Any) -> ShardedParameter:
+        """What is known of an FSDPParam."""
+        whole = getattr(parameter, "_unsharded_param", None)  # before the first time there is no such attribute
+        others = [whole, getattr(parameter, "_sharded_post_forward_param", None)]
+        gathered = [] if parameter._unsharded_inner_tensors else [whole, *parameter.all_gather_outputs]
+        return cls(
+            parameter.sharded_param,
+            parameter._sharded_param_data,
+            [each for each in others if each is not None],
+            [each for each in gathered if each is not None],
+        )
+
+
+class ShardedGroup:
+    """Parameters of a module that FSDP2 gathers together.
+
+    busy: in the middle of a forward or backward. unreduced: there are gradients that have not been added up over
+    all ranks.
+    """
+
+    def __init__(self, group: Any, events: list[Any]) -> None:
+        self._group = group
+        self._events = events
+        self.parameters = [ShardedParameter.of(each) for each in group.fsdp_params]
+        self.busy: bool = group._training_state.name != "IDLE"
+        self.unreduced: bool = group._partial_reduce_output is not None or any(
+            each.unsharded_accumulated_grad is not None
+            or getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
+            for each in group.fsdp_params
+        )
+
+    def wait(self) -> None:
+        """Makes the current stream wait for gradients that are still added up, and for a step on another stream."""
+        for event in self._events:
+            self._group.device_handle.current_stream().wait_event(event)
+
+    def reshard(self) -> None:
+        """Frees what is gathered. No rank is asked for anything."""
+        self._group.wait_for_unshard()  # where unshard(async_op=True) or a prefetch is under way
+        self._group.reshard()
+        for each in self._group.fsdp_params:
+            each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
+
+
+def sharded_groups(module: torch.nn.Module) -> list[ShardedGroup]:
+    """What FSDP2 gathers for this very module, and for none in it; empty for other modules."""
+    fsdp = sys.modules.get(_FSDP)
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return []
+    try:
+        state = cast(Any, module)._get_fsdp_state()
+        # Torch has had several groups for a module since 2.12.
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        stepped = state._state_ctx.post_optim_event
+        return [
+            ShardedGroup(group, [event for event in (group._post_reduce_event, stepped) if event is not None])
+            for group in groups
+            if group is not None
+        ]
+    except AttributeError as error:
+        raise _missing(f"{error.name} where FSDP2 is looked into") from None
+
 
 # torch.compile. To import it takes seconds, and where nobody did nothing is compiled.
 DYNAMO = "torch._dynamo"
@@ -182,6 +294,36 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Inside, nothing but autograd sees what is done: no mode, no transform, no autocast, no inference mode."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for each in (_no_transforms, _no_function_modes, _no_dispatch_modes):
+            stack.enter_context(each())
+        for kind in [kind for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)]:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def in_mode() -> bool:
+    """Whether `outside_of_modes` would make a difference."""
+    autocast = any(map(torch.is_autocast_enabled, _autocast_kinds()))
+    modes = _dispatch_modes() + _function_modes()
+    return autocast or modes > 0 or torch.is_inference_mode_enabled() or innermost_transform() is not None
+
+
+def _autocast_kinds() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def any_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get(f"{DYNAMO}.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 
+from ..ground.wrappers import plain_tensors
 from .device import Device, Event, Stream
 from .torch_private import profiled
 
@@ -83,6 +84,13 @@ class TransferEngine:
         with self.trace.copying(direction, stream, sum(each.nbytes for each in to), len(to)) as group:
             copy(to, of, non_blocking=True)
         return Ticket(group.ended, self._device, self.trace)
+
+    def may_outlive(self, tensor: torch.Tensor) -> None:
+        """Nobody but copies that were started needs the tensor: torch's pool has its memory after them."""
+        if self._device.kind != "cpu":
+            for part in plain_tensors(tensor):
+                for stream in (self._to_host, self._to_device):
+                    part.record_stream(cast(torch.Stream, stream))
 
     def synchronize(self) -> None:
         """Waits on the host for every copy that was started."""

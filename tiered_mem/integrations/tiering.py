@@ -13,7 +13,7 @@ from torch.nn import Module, ModuleList, Sequential
 
 from ..activations.layers import LayersUnknown
 from ..manager import TieringManager
-from ..optimizer.registered import Residency
+from ..optimizer.registered import Overlap, Residency
 from ..optimizer.tiered_optimizer import TieredOptimizer
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ class Tiering:
     """The part of a callback that knows no framework.
 
     optimizer: where the optimizers' states rest between steps, as in `register_optimizer`; None leaves them alone.
+    overlap: what their steps go on beside, as there.
     layers: the modules whose activations move, or what holds them in the model: a name such as "model.layers". None
         is the model's repeated blocks; a model without any is told of, and its activations stay.
     min_bytes: as for TieringManager.offload_context().
@@ -40,12 +41,14 @@ class Tiering:
         self,
         *,
         optimizer: Residency | None = None,
+        overlap: Overlap | None = None,
         layers: Layers = None,
         min_bytes: int | str | None = None,
         **arguments: Any,
     ) -> None:
         inspect.signature(TieringManager).bind_partial(**arguments)
         self._residency = optimizer
+        self._overlap = overlap
         self._layers = layers
         self._min_bytes = min_bytes
         self._arguments = arguments
@@ -80,7 +83,7 @@ class Tiering:
         """One with its states in the pool, unless it is tiered already, or is to be left alone."""
         if self._residency is None or isinstance(optimizer, TieredOptimizer):
             return optimizer
-        return manager.register_optimizer(optimizer, residency=self._residency)
+        return manager.register_optimizer(optimizer, residency=self._residency, overlap=self._overlap)
 
     def _given_back(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The plain one, where it is the training's manager that has its states."""

@@ -11,15 +11,19 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 from ..configuration import default_manager
-from ..optimizer.registered import Residency
+from ..optimizer.registered import Overlap, Residency
 from .tiering import refuse_others
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimizersConfig(OptimizersContainer.Config):
-    """residency: "host" or "disk". attach: activations move too, for a model without activation checkpointing."""
+    """residency, overlap: as in `register_optimizer`; torchtitan clips gradients, which "backward" refuses.
+
+    attach: activations move too, for a model without activation checkpointing.
+    """
 
     residency: Residency = "host"
+    overlap: Overlap | None = None
     attach: bool = False
     min_bytes: int | str | None = None
 
@@ -44,7 +48,8 @@ class TieredOptimizers(OptimizersContainer):
         on_host = manager.device.kind != "cpu" and "cpu" in devices
         refuse_others({"--training.enable_cpu_offload": on_host}, "tiered_mem.integrations.torchtitan.optimizer")
         super().__init__(config, model_parts=model_parts)
-        self.optimizers = [manager.register_optimizer(each, residency=config.residency) for each in self.optimizers]
+        options: Any = {"residency": config.residency, "overlap": config.overlap}
+        self.optimizers = [manager.register_optimizer(each, **options) for each in self.optimizers]
         if config.attach:
             for part in model_parts:
                 manager.attach(part, min_bytes=config.min_bytes)

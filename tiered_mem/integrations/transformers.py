@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ..activations.attachment import Attachment
 from ..optim import tiered
-from ..optimizer.registered import Residency
+from ..optimizer.registered import Overlap, Residency
 from .tiering import Tiering, refuse_others
 
 _log = logging.getLogger("tiered_mem.integrations")
@@ -23,6 +23,8 @@ class TieringCallback(Tiering, TrainerCallback):
 
     The activations of the model's repeated blocks move from the first step on. When training ends, or begins anew
     after an error, the model and the optimizer are as they were. What is logged has three numbers more.
+
+    The trainer looks at the norm of all gradients in each step, and clips them: overlap="backward" is refused.
     """
 
     _attachment: Attachment | None = None
@@ -37,6 +39,11 @@ class TieringCallback(Tiering, TrainerCallback):
         refuse_others(_other_offloaders(args), "TieringCallback")
         if self._residency is not None:
             refuse_others(_zero_offload(args), f"TieringCallback(optimizer={self._residency!r})")
+        if self._overlap == "backward":
+            raise ValueError(
+                'the Trainer looks at gradients between backward and step, and overlap="backward" has freed them '
+                'by then: use overlap="forward"'
+            )
         model, prepared = kwargs["model"], kwargs["optimizer"]
         manager = self.manager(args.device)
         self._running = True
@@ -84,14 +91,20 @@ class TieringCallback(Tiering, TrainerCallback):
         self._close()
 
 
-def enable(trainer: Trainer, *, optimizer: Residency | None = None, **arguments: Any) -> TieringCallback:
+def enable(
+    trainer: Trainer,
+    *,
+    optimizer: Residency | None = None,
+    overlap: Overlap | None = None,
+    **arguments: Any,
+) -> TieringCallback:
     """Tiers what `trainer.train()` does, by a TieringCallback, whose arguments these are. Call it before `train`.
 
     The optimizer is tiered when it is made, so that the states of a checkpoint pass the device bucket by bucket;
     and all that report hear of the numbers. Returns the callback. Raises RuntimeError where the trainer has its
     optimizer already.
     """
-    callback = TieringCallback(optimizer=optimizer, **arguments)
+    callback = TieringCallback(optimizer=optimizer, overlap=overlap, **arguments)
     if trainer.optimizer is not None:
         raise RuntimeError("the trainer has made its optimizer already: call enable before train")
     # With FSDP the parameters are others once the model is prepared, and the callback comes after that.
@@ -101,7 +114,7 @@ def enable(trainer: Trainer, *, optimizer: Residency | None = None, **arguments:
         )
         if isinstance(theirs, type):  # and not a function of the whole model: then the callback does it
             ours = tiered(theirs, manager=partial(callback.manager, trainer.args.device))
-            trainer.optimizer_cls_and_kwargs = (ours, {**options, "residency": optimizer})
+            trainer.optimizer_cls_and_kwargs = (ours, {**options, "residency": optimizer, "overlap": overlap})
     trainer.callback_handler.callbacks.insert(0, callback)
     return callback
 

@@ -33,7 +33,7 @@ from .layout import (
 )
 
 # How many buckets a step is ahead with reads from disk.
-_AHEAD = 3
+AHEAD = 3
 # Some are read, one is stepped, the next is on the device already, and some are written.
 _SLOTS = 8
 _SLOTS_FOR_LARGE = 3
@@ -398,11 +398,11 @@ class Residences:
     def _on_host(self, sizes: Sequence[int]) -> int:
         """How many of the buckets, from the first on, the host tier has room for."""
         with self._exclusive:
-            stats = self._host.pool_stats()
-        if not self._host_share or stats.capacity is None:
+            used, limit = self._host.usage()
+        if not self._host_share or limit is None:
             return len(sizes) if self._host_share else 0
         taken = itertools.accumulate(round_up(size) for size in sizes)
-        room = (stats.capacity - stats.used) * self._host_share
+        room = (limit - used) * self._host_share
         return sum(nbytes <= room for nbytes in taken)
 
     def _build(self, wanted: Sequence[tuple[int, int]], advice: str, disk: LowerTier | None = None) -> list[Shelf]:
@@ -480,7 +480,7 @@ def pack(params: Iterable[tuple[Param, StateLayout]], limit: int, *, in_order: b
 
 def fetch_ahead(buckets: Sequence[Bucket], needed: Mapping[Bucket, Set[Param]] | None = None) -> None:
     """Begins to read the first of these buckets from disk. needed: the parameters of each; all, by default."""
-    for bucket in buckets[:_AHEAD]:
+    for bucket in buckets[:AHEAD]:
         if bucket.residence is not None and bucket.away(None if needed is None else needed[bucket]):
             bucket.residence.fetch()
 

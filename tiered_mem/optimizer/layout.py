@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from copy import copy
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device.device import Device
-from ..device.torch_private import storage_id
+from ..device.torch_private import as_dtensor, storage_id
 from ..ground.wrappers import Rebuild, copied, plain_tensors, take_apart
 
 Param = torch.Tensor
@@ -312,7 +311,7 @@ class Spread(NamedTuple):
 
 def spread_of(tensor: torch.Tensor) -> Spread | None:
     """None for a tensor that is no DTensor."""
-    dtensor = _dtensor(tensor)
+    dtensor = as_dtensor(tensor)
     return None if dtensor is None else Spread(dtensor.device_mesh, tuple(dtensor.placements))
 
 
@@ -330,17 +329,11 @@ def largest_share(tensor: torch.Tensor) -> int:
 
 def local_shape(tensor: torch.Tensor) -> torch.Size:
     """The shape of what this process has."""
-    dtensor = _dtensor(tensor)
+    dtensor = as_dtensor(tensor)
     return tensor.shape if dtensor is None else dtensor.to_local().shape
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of it. For a DTensor all of its processes have to call this."""
-    dtensor = _dtensor(tensor)
+    dtensor = as_dtensor(tensor)
     return tensor if dtensor is None else dtensor.full_tensor()
-
-
-def _dtensor(tensor: torch.Tensor) -> Any:
-    # Importing it takes longer than all the rest of the package. Who has a DTensor has imported it.
-    module = sys.modules.get("torch.distributed.tensor")
-    return tensor if module is not None and isinstance(tensor, module.DTensor) else None

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from itertools import islice
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ..device.device import Device, Stream
 from ..device.transfer import Ticket, TransferEngine
 from ..errors import TierFull
-from ..ground.interrupts import uninterrupted
 from ..sizes import format_bytes
-from ..tiers.host_tier import HostSlot
 from ..tiers.shelf import Exclusive
-from .bucket import Bucket, Residence, Residences, fetch_ahead, pack
+from .bucket import AHEAD, Bucket, Residences, fetch_ahead, pack
 from .layout import Param, Splitter, StateLayout, layout_of
+from .window import Slot, Window
 
-T = TypeVar("T")
 _log = logging.getLogger("tiered_mem.optimizer")
-# The share of the parameters that may still be without a gradient.
-_LAST = 0.1
 
 
 class Pipeline:
@@ -36,8 +29,12 @@ class Pipeline:
     each. The host waits for none of this. They pass through a window of device memory, a ring, which is there
     during a step only: it is allocated on the compute stream, which at the end waits for the last copy.
 
+    With memory to spare buckets may also come ahead of a step, each into memory of its own. That, and the window,
+    goes back to torch's pool with copies out still under way then; nobody waits for them.
+
     exclusive: inside, the engine may be called. residences: for the buckets. split: says what of a state moves.
-    name: of the optimizer. in_order: the buckets have the order of the parameters.
+    name: of the optimizer. in_order: the buckets have the order of the parameters. spare: there may be
+    memory to spare.
 
     buckets: in the order in which they are stepped.
     """
@@ -52,13 +49,17 @@ class Pipeline:
         name: str,
         *,
         in_order: bool,
+        spare: bool = False,
     ) -> None:
         self._engine = engine
         self._exclusive = exclusive
         self._split = split
         self._in_order = in_order
         self._name = name
-        self._window: _Window | None = None
+        self._window: Window[Bucket] | None = None
+        self._spare = spare
+        self._own: dict[Bucket, Slot] = {}
+        self._ending = False
         self.device = device
         self.residences = residences
         self.buckets: list[Bucket] = []
@@ -82,29 +83,78 @@ class Pipeline:
         moving = sum(bucket.nbytes for bucket in self.buckets if not bucket.stays)
         return min(2 * self.residences.bucket_bytes + large, moving)
 
-    def run(self, changing: Mapping[Bucket, Set[Param]], step: Callable[[Bucket], None]) -> None:
-        """Steps the buckets in order.
+    @contextmanager
+    def only(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Inside, these buckets are stepped, with which the step ends. What came of others leaves its place."""
+        self._ending = True
+        try:
+            if self._window is not None:
+                self._window.keep_only(buckets)
+            yield
+        finally:
+            self._ending = False
+            self.drop()
 
-        changing: the parameters of each bucket whose states the step needs and changes. step: does it.
+    def one(
+        self,
+        bucket: Bucket,
+        changing: Set[Param],
+        step: Callable[[Bucket], None],
+        following: Collection[tuple[Bucket, Set[Param]]] = (),
+    ) -> None:
+        """Steps one bucket.
+
+        changing: the parameters whose states the step needs and changes. step: does it. following: buckets that
+        come meanwhile, and what is needed of each.
 
         Raises what `step` and the residences raise, and torch.OutOfMemoryError.
         """
-        try:
-            if self._window is not None:
-                self._window.keep_only([bucket for bucket in self.buckets if changing[bucket]])
-            for index, bucket in enumerate(self.buckets):
-                self._settle(bucket)
-                self._bring(bucket, changing[bucket])
-                if bucket.away(changing[bucket]):
-                    raise RuntimeError("a bucket found no place in the window, though all before it have left")
-                following = self.buckets[index + 1 :]
-                fetch_ahead(following, changing)
-                if following and (after := following[0].residence) is not None and after.ready:
-                    # Some optimizers make the host wait in the middle of a step.
-                    self._bring(following[0], changing[following[0]])
-                self._one(bucket, changing[bucket], step)
-        finally:
-            self.drop()
+        self._settle(bucket)
+        if not self._bring(bucket, changing) and self._window is not None:
+            self._window.keep_only([])  # those that came ahead of it are in its place
+            self._bring(bucket, changing)
+        if bucket.away(changing):
+            raise RuntimeError("a bucket found no place in the window, though all before it have left")
+        self.bring(following)
+        self._one(bucket, changing, step)
+
+    def bring(self, following: Collection[tuple[Bucket, Set[Param]]]) -> None:
+        """Begins to bring buckets, as many of the first as there is room for. It never waits for a drive."""
+        for number, (bucket, params) in enumerate(following):
+            if (residence := bucket.residence) is None or bucket.stays or not bucket.away(params):
+                continue
+            if not residence.ready:  # some optimizers make the host wait in the middle of a step
+                fetch_ahead([each for each, _ in islice(following, number, number + AHEAD)])
+                return
+            if not self._bring(bucket, params):
+                return
+
+    def bucket_of(self, key: object) -> Bucket | None:
+        """The one that has the state of a parameter."""
+        return next((bucket for bucket in self.buckets if key in bucket.states), None)
+
+    def bring_ahead(self, buckets: deque[Bucket], room: int, stream: Stream) -> None:
+        """Begins to bring buckets for the step to come, each into memory of its own, and takes them off the queue.
+
+        room: the bytes that they may take. stream: on which they will be stepped.
+        """
+        while self._spare and buckets:
+            bucket = buckets[0]
+            if (residence := bucket.residence) is None or bucket.stays or not bucket.away():
+                buckets.popleft()
+                continue
+            if not residence.ready:
+                residence.fetch()
+                return
+            room -= bucket.nbytes
+            if room < 0:
+                return
+            with self.device.on(stream):
+                flat = self.device.empty(bucket.nbytes, torch.uint8)
+            free = Ticket(stream.record_event(), self.device)
+            slot = Slot(None, residence, residence.take(blank=False))
+            self._start(bucket, slot, set(bucket.params), flat, [free])
+            buckets.popleft()
 
     def prefetch_first(self) -> None:
         """Begins to bring what the step to come needs first, if the memory is there."""
@@ -124,10 +174,26 @@ class Pipeline:
         self._bring(bucket, set(bucket.params))
 
     def drop(self) -> None:
-        """Whatever is still in the window is left as it was when it came, and the window's memory is freed."""
+        """Whatever came and was not stepped is left as it was, and the memory that it came to is freed."""
+        stream = self.device.current_stream()
+        waits = [slot.came for slot in self._own.values() if slot.came is not None]
+        for bucket, slot in self._own.items():
+            flat = bucket.flat
+            bucket.drop_flat()
+            slot.residence.leave(None, slot.came)
+            if flat is not None:
+                self._engine.may_outlive(flat)
+        self._own.clear()
         window, self._window = self._window, None
         if window is not None:
-            window.close(self.device.current_stream())
+            waits += window.empty(left=not self._spare)
+        # What came for nothing has been read on the host, where something else may be written next.
+        for ticket in waits:
+            ticket.hold(stream)
+        if window is not None:
+            window.give_back(stream)
+            if self._spare:
+                self._engine.may_outlive(window.flat)
 
     def forget(self) -> None:
         """What of the states is on the device is of no use any more, for others come in their place."""
@@ -273,42 +339,51 @@ class Pipeline:
             except torch.OutOfMemoryError:
                 bucket.stays = False
 
-    def _bring(self, bucket: Bucket, params: Set[Param]) -> None:
-        runs = bucket.runs(params)
-        residence = bucket.residence
-        if (
-            not runs
-            or residence is None
-            or bucket.stays
-            or (self._window is not None and bucket in self._window.slots)
-        ):
-            return
-        window = self._window
+    def _bring(self, bucket: Bucket, params: Set[Param]) -> bool:
+        """Whether what is needed of the bucket is on the device, or on its way there."""
+        window, residence = self._window, bucket.residence
+        if not bucket.runs(params) or residence is None or bucket.stays:
+            return True
         if window is None:
-            window = self._window = _Window(self.device, self.window_bytes)
+            window = self._window = Window(self.device, self.window_bytes)
+        elif bucket in window.slots:
+            window.drop(bucket)  # other parameters of it have come
         place = window.ring.take(bucket.nbytes)
         if place is None:
-            return  # it would overlap the bucket that is to be stepped first
+            return False  # it would overlap a bucket that is to be stepped before
         try:
             host = residence.take(blank=False)
         except BaseException:
             place.leave(place.after)
             raise
-        slot = window.slots[bucket] = _Slot(place, residence, host)
-        flat = window.flat[place.start : place.end]
-        of, to = [host.tensor[start:end] for start, end in runs], [flat[start:end] for start, end in runs]
+        slot, flat = Slot(place, residence, host), window.flat[place.start : place.end]
+        self._start(bucket, slot, params, flat, [window.allocated, *place.after])
+        return True
+
+    def _start(
+        self, bucket: Bucket, slot: Slot, params: Set[Param], flat: torch.Tensor, after: list[Ticket]
+    ) -> None:
+        """Starts the copy of a bucket that has its place."""
+        slots = self._own if slot.place is None or self._window is None else self._window.slots
+        slots[bucket] = slot
+        runs, host = bucket.runs(params), slot.host.tensor
+        of, to = [host[start:end] for start, end in runs], [flat[start:end] for start, end in runs]
+        residence = bucket.residence
+        filled = [] if residence is None else [residence.ticket]
         with self._exclusive:
-            after = [window.allocated, *place.after, *([] if residence.ticket is None else [residence.ticket])]
-            slot.came = self._engine.reload_into(of, to, after)
+            slot.came = self._engine.reload_into(of, to, [*after, *filter(None, filled)])
         bucket.arrive(params, flat)
 
     def _one(self, bucket: Bucket, changing: Set[Param], step: Callable[[Bucket], None]) -> None:
         stream = self.device.current_stream()
         residence = bucket.residence if changing and not bucket.stays else None
-        slot = None if self._window is None else self._window.slots.get(bucket)
+        slots = self._window.slots if self._window is not None and bucket not in self._own else self._own
+        slot = slots.get(bucket)
         came = None if slot is None else slot.came
         if came is not None:
-            came.hold(stream)
+            with self._exclusive:
+                # A wait for states beside a layer is no part of the time that the layer takes.
+                came.hold(stream, None if self._ending else "states")
         if residence is None:
             step(bucket)
             if self.refit(bucket):
@@ -316,7 +391,7 @@ class Pipeline:
             return
         # Asked for before anything is changed: there may be no room.
         host = residence.take(blank=not bucket.away()) if slot is None else slot.host
-        done = None
+        done, flat = None, bucket.flat
         fits = True
         try:
             step(bucket)
@@ -325,7 +400,9 @@ class Pipeline:
             if of:
                 with self._exclusive:
                     done = self._engine.offload(of, to, [stream])
-                if strangers:
+                for each in strangers if self._spare else ():
+                    self._engine.may_outlive(each)
+                if strangers and not self._spare:
                     # Their memory is free for the next bucket as soon as they are gone from here.
                     done.hold(stream)
         finally:
@@ -333,167 +410,9 @@ class Pipeline:
             if not fits:
                 self.refit(bucket)
                 self.offload([bucket])
-            if slot is not None and self._window is not None:
-                done = done or Ticket(stream.record_event(), self.device)
-                self._window.slots.pop(bucket).place.leave([done])
-
-
-class _Window:
-    """Device memory that buckets pass through, and those that are in it.
-
-    allocated: whoever had the memory before is still at work until then.
-    """
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.stream = device.current_stream()
-        self.flat = device.empty(nbytes, torch.uint8)
-        self.ring: Ring[Ticket] = Ring(nbytes)
-        self.allocated = Ticket(self.stream.record_event(), device)
-        self.slots: dict[Bucket, _Slot] = {}
-
-    def keep_only(self, buckets: Sequence[Bucket]) -> None:
-        """What came for nothing leaves its place."""
-        for bucket in [bucket for bucket in self.slots if bucket not in buckets]:
-            self._drop(bucket)
-
-    def close(self, stream: Stream) -> None:
-        for bucket in list(self.slots):
-            self._drop(bucket)
-        for ticket in self.ring.waits():
-            ticket.hold(stream)
-        if stream.stream_id != self.stream.stream_id:
-            # The memory goes back to the stream on which it was allocated.
-            self.stream.wait_event(stream.record_event())
-
-    def _drop(self, bucket: Bucket) -> None:
-        slot = self.slots.pop(bucket)
-        bucket.drop_flat()
-        slot.residence.leave(None, slot.came)
-        slot.place.leave(slot.place.after if slot.came is None else [slot.came])
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """A bucket's place in the window, and its bytes on the host. came: the copy between the two."""
-
-    place: Range[Ticket]
-    residence: Residence
-    host: HostSlot
-    came: Ticket | None = None
-
-
-class Ring(Generic[T]):
-    """Hands out ranges of `nbytes` bytes, round and round.
-
-    A range is in use until its `leave` says what to wait for. From then on it may be handed out again, to one who
-    waits. Ranges are filled in the order in which they are taken: what one has waited for, no later one has to.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._ranges: deque[Range[T]] = deque()
-        self._next = 0
-
-    def take(self, nbytes: int) -> Range[T] | None:
-        """The next range; None as long as one that it would overlap is in use.
-
-        Raises ValueError for more bytes than the ring has.
-        """
-        if nbytes > self.nbytes:
-            raise ValueError(f"{nbytes} bytes of a ring of {self.nbytes}")
-        start = self._next if self._next + nbytes <= self.nbytes else 0
-        new: Range[T] = Range(start, start + nbytes)
-        before = [other for other in self._ranges if other.start < new.end and new.start < other.end]
-        for other in before:
-            if not other.left:
-                return None
-        for other in before:
-            new.after += other.waits
-            self._ranges.remove(other)
-        self._ranges.append(new)
-        self._next = new.end
-        return new
-
-    def waits(self) -> list[T]:
-        """What has to be waited for before the whole ring is anybody else's."""
-        return [wait for each in self._ranges for wait in each.waits]
-
-
-@dataclass(slots=True, eq=False)
-class Range(Generic[T]):
-    """Bytes of a ring. after: what to wait for before they are used."""
-
-    start: int
-    end: int
-    after: list[T] = field(default_factory=list)
-    waits: list[T] = field(default_factory=list)
-    left: bool = False
-
-    def leave(self, waits: list[T]) -> None:
-        """They are free for whoever waits for this."""
-        self.waits = waits
-        self.left = True
-
-
-class BackwardWatch:
-    """Calls `near_end` when all but the last tenth of the parameters have got their last gradient before a step.
-
-    Which is the last, of however many backwards, it has learned from the step before. Where that was different,
-    `near_end` is called too early or not at all, and the next step is learned from.
-
-    near_end: a method, of an object that is not kept alive.
-    """
-
-    def __init__(self, near_end: Callable[[], object]) -> None:
-        self._near_end = weakref.WeakMethod(near_end)
-        self._handles: list[RemovableHandle] = []
-        self._order: list[Param] = []
-        self._awaited: tuple[Param, int] | None = None
-        self._count = 0
-        self._called = False
-
-    def step_ends(self, params: Iterable[Param]) -> None:
-        """A step is over. params: those that the next one may have gradients for."""
-        learned, self._order = self._order, []
-        if not self._called:
-            self._awaited = None
-            if learned:
-                times = Counter(learned)
-                last = learned[-max(1, int(len(times) * _LAST))]
-                self._awaited = last, times[last]
-            self._watch(params if self._awaited is None else [self._awaited[0]])
-        self._called = False
-        self._count = 0
-
-    def close(self) -> None:
-        """Watches no more."""
-        self._watch(())
-
-    def _watch(self, params: Iterable[Param]) -> None:
-        for handle in self._handles:
-            handle.remove()
-        me = weakref.ref(self)
-
-        # What a weight's hook raises leaves nodes in a queue of autograd's, and what they have saved alive.
-        @uninterrupted
-        def gradient_is_there(param: Param) -> None:
-            watch = me()
-            if watch is not None:
-                watch._note(param)
-
-        self._handles = []
-        for param in params:
-            if not (param.is_leaf and param.requires_grad):
-                continue  # it may have been frozen since
-            handle = param.register_post_accumulate_grad_hook(gradient_is_there)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-
-    def _note(self, param: Param) -> None:
-        if self._awaited is None:
-            self._order.append(param)
-            return
-        self._count += 1  # there are hooks on this one parameter alone
-        if self._count == self._awaited[1]:
-            self._called = True
-            if (near_end := self._near_end()) is not None:
-                near_end()
+            if slot is not None:
+                slots.pop(bucket)
+                if slot.place is not None:
+                    slot.place.leave([done or Ticket(stream.record_event(), self.device)])
+                elif flat is not None:
+                    self._engine.may_outlive(flat)

@@ -22,6 +22,9 @@ from .bucket import Residences
 from .pipeline import Pipeline
 from .separable import StepChoice
 from .states import States
+from .step_in_backward import StepInBackward
+from .step_in_forward import StepInForward
+from .stepping import Stepping
 from .tiered_optimizer import TieredOptimizer, check_optimizer
 
 _log = logging.getLogger("tiered_mem.optimizer")
@@ -31,6 +34,7 @@ _HOST_SHARE = 0.5
 _BUCKET_BYTES = 256 << 20
 
 Residency = Literal["host", "disk", "auto", "device-until-offload"]
+Overlap = Literal["backward", "forward", "auto"]
 # Whether there were states before the step, the bytes of its window, and the number of buckets that stay.
 _Way = tuple[bool, int, int]
 
@@ -71,6 +75,8 @@ class RegisteredOptimizers:
         bucket_bytes: int | None,
         residency: Residency,
         separable: bool | None,
+        overlap: Overlap | None,
+        keep_gradients: bool,
         owner: object,
     ) -> TieredOptimizer:
         """What `TieringManager.register_optimizer` does. owner: lives as long as what is returned."""
@@ -86,17 +92,51 @@ class RegisteredOptimizers:
             raise ValueError(f"residency is {residency!r}; there are {names}")
         if residency == "disk" and self._disk is None:
             raise ValueError("residency 'disk' needs a disk tier: make the manager with a spill_dir")
+        if overlap is not None and overlap not in get_args(Overlap):
+            names = ", ".join(map(repr, get_args(Overlap)))
+            raise ValueError(f"overlap is {overlap!r}; there are {names}, and None")
+        if keep_gradients and overlap not in ("backward", "auto"):
+            raise ValueError(
+                'keep_gradients=True is for overlap="backward" or "auto": nothing else frees gradients'
+            )
         disk = self._disk if residency in ("disk", "auto") else None
         host_share = _HOST_SHARE if residency == "auto" else 0.0
         residences = Residences(self._host, disk, self._exclusive, bucket_bytes, host_share)
         choice = StepChoice(optimizer, self._device, separable)
         name = type(optimizer).__name__
+        name = type(optimizer).__name__
+        if overlap is not None:
+            try:
+                choice.check_any_order(overlap)
+            except ValueError as error:
+                if overlap != "auto":
+                    raise
+                _log.info("%s has no overlap: %s", name, str(error))
+                overlap = None
+        in_order = choice.in_order or overlap is not None
+        # A plan would not see memory that goes back to torch's pool with copies under way.
+        spare = overlap is not None and self._sharing is None
         pipeline = Pipeline(
-            self._device, self._engine, self._exclusive, residences, choice.split, name, in_order=choice.in_order
+            self._device,
+            self._engine,
+            self._exclusive,
+            residences,
+            choice.split,
+            name,
+            in_order=in_order,
+            spare=spare,
         )
         stay = residency == "device-until-offload"
         around = contextlib.nullcontext if self._sharing is None else self._sharing.measured
-        states = States(optimizer, choice, pipeline, stay=stay, around=around)
+        stepping = Stepping(optimizer, choice, pipeline)
+        if overlap in ("forward", "auto") and spare:
+            stepping = StepInForward(optimizer, choice, pipeline)
+        elif overlap == "forward":
+            _log.info('%s is stepped in step(): policy="auto" does not plan for steps beside a forward', name)
+        if overlap in ("backward", "auto"):
+            instead = stepping if overlap == "auto" else None
+            stepping = StepInBackward(optimizer, choice, pipeline, keep_gradients=keep_gradients, instead=instead)
+        states = States(optimizer, choice, pipeline, stepping, stay=stay, around=around)
         tiered = TieredOptimizer(optimizer, states, owner)
         try:
             states.adopt()
@@ -106,9 +146,12 @@ class RegisteredOptimizers:
             raise
         self._all.add(tiered)
         self._tell_share()
-        if self._sharing is not None and residency == "auto" and not states.at_once:
-            self._sharing.states.add(states)
-        weakref.finalize(tiered, self._forgotten.append, states).atexit = False
+        if self._sharing is not None:
+            if residency == "auto" and not states.at_once:
+                self._sharing.states.add(states)
+            if overlap == "backward" and not stay:
+                self._sharing.overlapped.add(states)
+        weakref.finalize(tiered, _forget, states, self._forgotten).atexit = False
         _tell(tiered, residency)
         return tiered
 
@@ -119,6 +162,7 @@ class RegisteredOptimizers:
             states.close()
             if self._sharing is not None:
                 self._sharing.states.discard(states)
+                self._sharing.overlapped.discard(states)
             self._tell_share()
 
     def _tell_share(self) -> None:
@@ -143,6 +187,11 @@ class RegisteredOptimizers:
         if self._sharing is not None:
             self._sharing.count()
 
+    def finish(self) -> None:
+        """Makes what is left of steps. Of those that were interrupted nothing is."""
+        for optimizer in list(self._all):
+            optimizer.states.finish()
+
     def wait(self) -> None:
         """Waits until every file is written."""
         self.free()
@@ -156,18 +205,26 @@ class RegisteredOptimizers:
         self.free()  # after the others, of which one may have died meanwhile
 
 
+def _forget(states: States, forgotten: deque[States]) -> None:
+    """Nobody can ask for a step any more. May be called anywhere, and does no more than that."""
+    states.forgotten = True
+    forgotten.append(states)
+
+
 class _Sharing:
     """Has as much of the states stay on the device as is planned, and measures what steps take beside that.
 
     Keeps no states alive, for these know it.
 
-    share: what is planned. peak: measures steps. states: those that may have a part.
+    share: what is planned. peak: measures steps. states: those that may have a part. overlapped: those that cross
+    the link in backward, as far as they do not stay.
     """
 
     def __init__(self, share: StatesShare, peak: DevicePeak) -> None:
         self.share = share
         self._peak = peak
         self.states: weakref.WeakSet[States] = weakref.WeakSet()
+        self.overlapped: weakref.WeakSet[States] = weakref.WeakSet()
         self._kept_for: tuple[int | None, int, int] | None = None
         # Of each optimizer how its last measured step was made, and what it took beside all that is kept.
         self._steps: weakref.WeakKeyDictionary[States, tuple[_Way, int]] = weakref.WeakKeyDictionary()
@@ -201,16 +258,23 @@ class _Sharing:
 
     def keep(self) -> None:
         """Has as much stay as is planned, after each change of the plan or the states."""
-        if not (self.share.total or self.states):
+        share, overlapped = self.share, set(self.overlapped)
+        if not (share.total or share.others or self.states or overlapped):
             return
-        share, sharing = self.share, list(self.states)
-        now = share.target, sum(states.version for states in sharing), len(sharing)
+        # Those come first whose ways nothing would hide.
+        sharing = sorted(self.states, key=overlapped.__contains__)
+        others = overlapped.difference(sharing)
+        now = share.target, sum(states.version for states in (*sharing, *others)), len(sharing) + len(others)
         if now == self._kept_for:
             return
         total = sum(states.pipeline.nbytes for states in sharing)
         if total > share.total:
             share.target = None
         share.total = total
+        share.overlapped = sum(states.pipeline.nbytes for states in overlapped.intersection(sharing))
+        share.others = sum(states.pipeline.nbytes for states in others)
+        buckets = (bucket.nbytes for states in overlapped for bucket in states.pipeline.buckets)
+        share.first = max(buckets, default=0)
         share.rounding = sum(_rounding(bucket.nbytes) for states in sharing for bucket in states.pipeline.buckets)
         left, done = share.planned, True
         for states in sharing:

@@ -9,12 +9,9 @@ import contextlib
 import inspect
 import logging
 import math
-import random
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +36,7 @@ from .layout import (
     with_tensors,
 )
 from .partial_step import NeedsAll, PartialStep, bare_step
+from .random_numbers import RandomNumbers, generators, has_generator, same_random_numbers
 
 _log = logging.getLogger("tiered_mem.optimizer")
 
@@ -94,6 +92,20 @@ class StepChoice:
         if separable and not self._known:
             self.trial.check_separable()
 
+    def check_any_order(self, overlap: str) -> None:
+        """Raises ValueError where buckets cannot be stepped in whatever order they come."""
+        name = type(self._optimizer).__name__
+        if self.at_once:
+            raise ValueError(
+                f"{name} is stepped at once, and overlap={overlap!r} is for what is stepped bucket by bucket: "
+                "separable=True says that it steps each parameter by itself"
+            )
+        if not self._known and self.trial.draws:
+            raise ValueError(
+                f"{name} draws random numbers, in the order of its parameters, and with overlap={overlap!r} they "
+                "are stepped in another one: leave overlap out"
+            )
+
     def look_at_groups(self) -> None:
         """One may have become such that its parameters are not stepped one by one."""
         kind = type(self._optimizer)
@@ -113,6 +125,13 @@ class StepChoice:
         order = [id(param) for bucket in buckets for param in bucket.params if id(param) in here]
         return order != list(map(id, params))
 
+    def early_now(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether parameters may be stepped before it is known which others have a gradient in this step."""
+        known = {param for bucket in buckets for param in bucket.params}
+        if not known.issuperset(params_of(self._optimizer)):
+            return False  # step() takes new ones over first
+        return not self.at_once_now(buckets) and not self._may_begin(buckets)
+
     def check_gradients(self) -> None:
         """Raises what the optimizer does for gradients that it does not take, before anything is changed."""
         takes_sparse_alone = type(self._optimizer) is torch.optim.SparseAdam
@@ -127,26 +146,38 @@ class StepChoice:
 
     def _some_begin(self, buckets: Sequence[Bucket]) -> bool:
         """Whether SGD does without its kernels for lists, because some of a group have no momentum yet."""
+        return any(
+            len({param in have for param in group["params"] if param.grad is not None}) > 1
+            for group, have in self._with_momentum(buckets)
+        )
+
+    def _may_begin(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether that may be, whatever gradients come."""
+        return any(
+            not have.issuperset(param for param in group["params"] if param.requires_grad)
+            for group, have in self._with_momentum(buckets)
+        )
+
+    def _with_momentum(self, buckets: Sequence[Bucket]) -> list[tuple[State, set[Param]]]:
+        """The groups of SGD that it has kernels for lists for, each with the parameters that have a momentum."""
         if type(self._optimizer) is not torch.optim.SGD:
-            return False
+            return []
         have = {
             param
             for bucket in buckets
             for param, state in bucket.states.items()
             if state.get("momentum_buffer") is not None
         }
-        return any(
-            group["momentum"]
-            and group["foreach"] is not False
-            and len({param in have for param in group["params"] if param.grad is not None}) > 1
-            for group in self._optimizer.param_groups
-        )
+        groups = self._optimizer.param_groups
+        return [(group, have) for group in groups if group["momentum"] and group["foreach"] is not False]
 
 
 class Trial:
     """Steps copies of an optimizer with copies of its parameters. The optimizer itself sees nothing of it.
 
     A copy takes as much device memory as the parameter, its gradient and its state.
+
+    draws: whether `check_separable` has seen it draw random numbers.
 
     Raises ValueError for an optimizer that cannot be stepped like this.
     """
@@ -155,6 +186,7 @@ class Trial:
         self._optimizer = optimizer
         self._split = split
         self._known: dict[object, StateLayout] = {}
+        self.draws = False
 
     def layout_of(self, param: Param, group: State) -> StateLayout:
         """That of the state which the parameter has or will have. Empty where that cannot be found out."""
@@ -194,7 +226,7 @@ class Trial:
         twin.grad = torch.zeros_like(tiny)
         if gradient.layout is not torch.strided:
             twin.grad = twin.grad.to_sparse(gradient.sparse_dim())
-        with _same_random_numbers(self._split.device):
+        with same_random_numbers(self._split.device):
             bare_step(copy)()
 
     def check_separable(self) -> None:
@@ -203,10 +235,11 @@ class Trial:
         What has been tried is not all that there is: see docs/optimizer.md.
         """
         pairs = _smallest(self._optimizer)
-        if len(pairs) < 2:
+        if not pairs:
             self._copy(pairs)
             return
-        with self._undisturbed() as restore:
+        with self._undisturbed() as numbers:
+            restore = numbers.restore
             sparse, _ = self._tried(*pairs[0])
             for number, scales in enumerate(_TRIALS):
                 together, apart = self._copy(pairs), self._copy(pairs)
@@ -219,6 +252,7 @@ class Trial:
                             "parameters together and one by one come out differently, with gradients of "
                             f"{scales[0]} in the first step and {scales[1]} in the second",
                         )
+            self.draws = numbers.drawn or has_generator(self._optimizer)
 
     def _copy(self, pairs: list[tuple[Param, State]]) -> torch.optim.Optimizer:
         """An optimizer of the same kind, with the same options and copies of these parameters in their groups.
@@ -250,11 +284,11 @@ class Trial:
         return copy
 
     @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[Callable[[], None]]:
-        """`_same_random_numbers`, and errors say what was tried."""
+    def _undisturbed(self) -> Iterator[RandomNumbers]:
+        """`same_random_numbers`, and errors say what was tried."""
         try:
-            with _same_random_numbers(self._split.device) as restore:
-                yield restore
+            with same_random_numbers(self._split.device) as numbers:
+                yield numbers
         except (NeedsAll, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -297,9 +331,6 @@ def _gradient_for(param: Param, scale: float) -> torch.Tensor:
 
 
 def _cloned(value: Any) -> Any:
-    numpy = _numpy_random()
-    generators = (torch.Generator, random.Random, *(() if numpy is None else (numpy.Generator, numpy.RandomState)))
-
     def clone(each: Any) -> Any:
         if isinstance(each, torch.Tensor):
             return each if isinstance(each, torch.nn.Parameter) else copied(each)
@@ -307,39 +338,7 @@ def _cloned(value: Any) -> Any:
             return torch.Generator(each.device).set_state(each.get_state())
         return deepcopy(each)
 
-    return with_tensors(value, clone, (torch.Tensor, *generators))
-
-
-@contextlib.contextmanager
-def _same_random_numbers(device: Device) -> Iterator[Callable[[], None]]:
-    """Afterwards the random numbers of torch, Python and numpy are as if none had been drawn.
-
-    device: that of torch's, beside the CPU. Gives a function that makes them so in the middle, too.
-    """
-    restores: list[Callable[[], None]] = [
-        partial(torch.set_rng_state, torch.get_rng_state()),
-        partial(random.setstate, random.getstate()),
-    ]
-    if (numpy := _numpy_random()) is not None:
-        restores.append(partial(numpy.set_state, numpy.get_state()))
-    if device.kind != "cpu":
-        on_device: Any = torch.get_device_module(device.torch_device)
-        state = on_device.get_rng_state(device.torch_device)
-        restores.append(partial(on_device.set_rng_state, state, device.torch_device))
-
-    def restore() -> None:
-        for each in restores:
-            each()
-
-    try:
-        yield restore
-    finally:
-        restore()
-
-
-def _numpy_random() -> Any:
-    # numpy itself imports it only for who uses it.
-    return sys.modules.get("numpy.random")
+    return with_tensors(value, clone, (torch.Tensor, *generators()))
 
 
 def _is_known(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from ..errors import Closed, InterruptedStep, Reentered, TieredMemError
+from ..errors import Closed, InterruptedStep, Reentered
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import copied
 from .bucket import Bucket, fetch_ahead
 from .layout import Param, State, StateLayout, contents, on_cpu, params_of, with_tensors
-from .partial_step import PartialStep, bare_step, interruptible_closure
-from .pipeline import BackwardWatch, Pipeline
+from .partial_step import bare_step, interruptible_closure
+from .pipeline import Pipeline
 from .resting import StatePlace
 from .separable import StepChoice
+from .stepping import Stepping
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,11 +39,11 @@ def _alone(method: Callable[Concatenate[States, P], R]) -> Callable[Concatenate[
 class States:
     """The states of one optimizer, in buckets. None are here before `adopt`.
 
-    choice, pipeline: of this optimizer, not used otherwise. stay: the states stay on the device until `offload`,
-    and are there again after `reload`. around: gives what a step without a closure is made in.
+    choice, pipeline, stepping: of this optimizer, not used otherwise. stay: the states stay on the device until
+    `offload`, and are there again after `reload`. around: gives what a step without a closure is made in.
 
     at_once: whether it is stepped at once. closure_first: whether a step calls a closure once, before all else.
-    away: states leave the device after a step.
+    away: states leave the device after a step. forgotten: nobody has the optimizer any more.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class States:
         optimizer: torch.optim.Optimizer,
         choice: StepChoice,
         pipeline: Pipeline,
+        stepping: Stepping,
         *,
         stay: bool,
         around: Callable[[States], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
@@ -60,22 +61,21 @@ class States:
         self._choice = choice
         self._stay = stay
         self._around = around
-        self._lock = threading.RLock()
+        self._lock = stepping.lock
         self._known: set[Param] = set()  # the parameters in the buckets
-        # Makes the error of whoever comes after a step that ended in the middle, or during a save.
-        self._broken: Callable[[], TieredMemError] | None = None
+        self.stepping = stepping
         self._closed = False
         self._lent = False
-        self._place = StatePlace(optimizer, self)
-        self._watch = BackwardWatch(self._prefetch)
+        self._place = stepping.place = StatePlace(optimizer, self)
         self.pipeline = pipeline
         self.at_once = choice.at_once
         self.closure_first = choice.closure_first
         self.away = not stay
+        self.forgotten = False
 
     @property
     def here(self) -> bool:
-        """Whether the states are where the optimizer looks for them."""
+        """Whether states are where the optimizer looks for them."""
         return self._place.filled
 
     @property
@@ -107,7 +107,7 @@ class States:
                     layouts[param] = self._choice.trial.layout_of(param, group)
         state = self._optimizer.state
         before = dict(state)
-        buckets = self.pipeline.packed(layouts.items())
+        buckets = self.pipeline.packed(reversed(layouts.items()) if self.stepping.last_first else layouts.items())
         try:
             self.pipeline.residences.house(buckets)
             for bucket in buckets:
@@ -145,45 +145,43 @@ class States:
     def _step(self, closure: Callable[[], float] | None, options: dict[str, Any]) -> Any:
         if not self.here:
             self._adopt_unknown()
-        in_place = self.here or not self.away
-        if in_place or closure is not None or options or self._choice.at_once_now(self.pipeline.buckets):
+        in_place = self.here or not self.away or closure is not None or bool(options)
+        if not self.begun and (in_place or self._choice.at_once_now(self.pipeline.buckets)):
             with self.present():
                 arguments = [] if closure is None else [interruptible_closure(closure)]
                 return bare_step(self._optimizer)(*arguments, **options)
-        with self._place.used():
-            self._step_in_buckets()
+        self.stepping.step()
         self.poll()
         self._learn()
         return None
 
-    def _step_in_buckets(self) -> None:
-        """Raises InterruptedStep where it ends in the middle, which `check` does from then on."""
-        self._choice.check_gradients()
-        residences, buckets = self.pipeline.residences, self.pipeline.buckets
-        residences.step_begins()
-        step_of = PartialStep(self._optimizer)
-        changing = {bucket: {param for param in bucket.params if param.grad is not None} for bucket in buckets}
-        begun = stepped = 0
-
-        def step(bucket: Bucket) -> None:
-            nonlocal begun, stepped
-            residences.poll()
-            begun += bool(changing[bucket])
-            # What has no gradient and came along early is not taken back, and so not to be changed.
-            away = {param for param in bucket.states if bucket.away([param]) or param not in changing[bucket]}
-            here = {param: state for param, state in bucket.states.items() if param not in away}
-            bucket.states.update(step_of.step(bucket.params, here, away))
-            stepped += bool(changing[bucket])
-
+    def gradient_is_there(self, param: Param) -> None:
+        """A gradient has come. In a thread of backward's; while another has the states, it is for step() to see."""
+        if not self._lock.acquire(blocking=False):
+            return
         try:
-            self.pipeline.run(changing, step)
-        except BaseException as error:
-            if not begun:
-                raise
-            self._broken = broken = functools.partial(InterruptedStep, self._name, stepped, len(buckets))
-            if isinstance(error, Exception):
-                raise broken() from error
-            raise
+            in_buckets = not (self.at_once or self.here or self._place.has_other)
+            if self._usable and in_buckets and self.away and not self.forgotten:
+                self.stepping.gradient(param)
+        finally:
+            self._lock.release()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the step that is asked for has been made already."""
+        return self.stepping.open is not None
+
+    @_alone
+    def asked_to_step(self, owner: object, *, at_once: bool) -> None:
+        """Before all else that a step does. Raises what `Stepping.asked` does."""
+        self.check()
+        self.stepping = self.stepping.asked(owner, at_once=at_once)
+
+    @_alone
+    def finish(self) -> None:
+        """What of a step is still to come is made now. After one that was interrupted nothing is."""
+        if self._usable:
+            self.stepping.finish()
 
     @contextlib.contextmanager
     @uninterrupted
@@ -194,6 +192,7 @@ class States:
         """
         with self._lock:
             self.check()
+            self.stepping.whole("present()")
             with self._leaving():
                 self._bring()
                 yield
@@ -207,6 +206,7 @@ class States:
         """
         with self._lock:
             self.check()
+            self.stepping.whole("a call of its own")
             before, self._lent = self._lent, True
             try:
                 with self._leaving():
@@ -231,7 +231,7 @@ class States:
         try:
             self.pipeline.residences.poll()
             if self._usable:
-                fetch_ahead(self.pipeline.buckets)
+                fetch_ahead(list(self.stepping.coming))
         finally:
             self._lock.release()
 
@@ -243,7 +243,7 @@ class States:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            can = self._usable and not self.at_once and not self.here
+            can = self._usable and not self.at_once and not self.here and not self.begun
             if can:
                 self.pipeline.keep(nbytes)
             return can
@@ -252,13 +252,14 @@ class States:
 
     @_alone
     def wait(self) -> None:
-        """Waits until every file is written."""
+        """Waits until every file is written, also those of a step that is still to be made."""
+        self.finish()
         self.pipeline.residences.wait()
 
     @_alone
     def drop_prefetch(self) -> None:
-        """There is no step to come after all."""
-        self.pipeline.drop()
+        """There is no step to come after all. Raises OverlapRefused where a part of it is done."""
+        self.stepping.no_step()
 
     @_alone
     def offload(self) -> None:
@@ -285,6 +286,7 @@ class States:
     def snapshot(self) -> dict[str, Any]:
         """What the optimizer's own `state_dict` makes of copies, all in pageable memory."""
         self.check()
+        self.stepping.whole("a look at its states")
         self._adopt_loaded()
         self.pipeline.drop()
         whole: dict[Any, Any] = {key: on_cpu(value) for key, value in self._place.own.items()}
@@ -305,11 +307,12 @@ class States:
         self._adopt_loaded()
         self.pipeline.drop()
         packed = self._place.packed({key: key for key in self.keys()})
-        self._broken = functools.partial(Reentered, f"the states of {self._name} are being saved in this thread")
+        saving = f"the states of {self._name} are being saved in this thread"
+        self.stepping.broken = functools.partial(Reentered, saving)
         try:
             write(packed, self._place.own, self.pipeline.buckets)
         finally:
-            self._broken = None
+            self.stepping.broken = None
 
     def keys(self) -> list[Any]:
         """What has a state, parameters for the most part, in the order in which the optimizer has them."""
@@ -321,9 +324,9 @@ class States:
     def copy_of(self, key: Any) -> Any:
         """A copy of a parameter's state where it is in a step, or of what else the optimizer keeps."""
         self.check()
+        self.stepping.whole("a look at its states")
         self.pipeline.drop()
-        bucket = self._bucket_of(key)
-        if bucket is not None:
+        if (bucket := self.pipeline.bucket_of(key)) is not None:
             return bucket.copy_of(key, self.pipeline.device.torch_device)
         return with_tensors(self._place.own.get(key, {}), copied)
 
@@ -331,13 +334,11 @@ class States:
     def copies_with(self, key: Any) -> dict[Any, State]:
         """Copies of the states of the bucket that a parameter is in, in pageable memory; its own may be empty."""
         self.check()
+        self.stepping.whole("a look at its states")
         self._adopt_loaded()
         self.pipeline.drop()
-        bucket = self._bucket_of(key)
+        bucket = self.pipeline.bucket_of(key)
         return {key: on_cpu(self._place.own.get(key, {}))} if bucket is None else bucket.copies()
-
-    def _bucket_of(self, key: Any) -> Bucket | None:
-        return next((bucket for bucket in self.pipeline.buckets if key in bucket.states), None)
 
     @_alone
     def load(self, load: Callable[[Sequence[Param]], None], at_once: bool) -> None:
@@ -357,7 +358,8 @@ class States:
         with self._place.used():
             self._load(load, at_once)
         self._choice.look_at_groups()
-        self._broken = None
+        self.stepping.broken = None
+        self.stepping.begin_anew()
 
     def _load(self, load: Callable[[Sequence[Param]], None], at_once: bool) -> None:
         buckets, before = self.pipeline.buckets, self._optimizer.state
@@ -376,7 +378,8 @@ class States:
                     loaded += 1
         except BaseException:
             if self._optimizer.state is not before:
-                self._broken = functools.partial(InterruptedStep, self._name, loaded, len(buckets), loading=True)
+                interrupted = functools.partial(InterruptedStep, self._name, loaded, len(buckets), loading=True)
+                self.stepping.broken = interrupted
             raise
         self._optimizer.state.clear()
         self._optimizer.state.update(others)
@@ -387,8 +390,8 @@ class States:
             raise Closed(
                 "the manager is closed, and with it the states of the optimizer are gone: take state_dict() before"
             )
-        if self._broken is not None:
-            raise self._broken()
+        if self.stepping.broken is not None:
+            raise self.stepping.broken()
 
     @_alone
     def give_back(self) -> None:
@@ -406,12 +409,12 @@ class States:
         """Frees all memory. The states are gone."""
         self._closed = True
         self._place.version += 1
-        self._watch.close()
+        self.stepping.close()
         self.pipeline.close()
 
     @property
     def _usable(self) -> bool:
-        return self._broken is None and not self._closed
+        return self.stepping.broken is None and not self._closed
 
     def _bring(self) -> None:
         """Brings all states to the device and into the optimizer's `state`. If that fails, nothing has changed."""
@@ -475,14 +478,15 @@ class States:
             self.adopt()
 
     def _not_inside(self, what: str) -> None:
+        self.stepping.whole(f"a call that would have its states {what}")
         if self.here:
             raise RuntimeError(f"the states cannot {what} in the middle of a step, or inside of present()")
 
     def _learn(self) -> None:
         if not self.at_once:
-            self._watch.step_ends(self._known)
+            self.stepping.learn(self._known, self)
 
-    def _prefetch(self) -> None:
+    def near_end(self) -> None:
         """Brings the first bucket of the next step to the device while backward ends, if the memory is there."""
         if not self._lock.acquire(blocking=False):
             return  # a step is under way, whose closure this backward is of

@@ -44,9 +44,6 @@ class TieredOptimizer(torch.optim.Optimizer):
     states on the device if they look for any.
     """
 
-    # A fused optimizer would divide by the scaler's factor itself, which it does not hear of in a step of parts.
-    _step_supports_amp_scaling = False
-
     def __init__(self, wrapped: torch.optim.Optimizer, states: States, manager: object) -> None:
         # As an optimizer that comes out of a pickle. What torch adds to the defaults is not for the other one.
         super().__setstate__({"defaults": {}})
@@ -82,6 +79,15 @@ class TieredOptimizer(torch.optim.Optimizer):
             setattr(self._wrapped, name, hooks)
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """A GradScaler asks for this before each step. A step of parts would not hear of the scaler's factor.
+
+        Raises OverlapRefused where buckets are stepped in backward: the scaler divides gradients after that.
+        """
+        self._states.stepping.refuse_scaler()
+        return False
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the wrapped optimizer."""
         return self._wrapped.param_groups
@@ -109,6 +115,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     def at_once(self) -> bool:
         """Whether all states come to the device for a step, which is then the wrapped optimizer's own as it is."""
         return self._states.at_once
+
+    @property
+    def overlap(self) -> str | None:
+        """What its steps go on beside: "backward", "forward", or None for step() alone."""
+        return self._states.stepping.overlap
 
     @property
     def step_bytes(self) -> int:
@@ -155,7 +166,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises InterruptedStep, with the cause, where it ends after some parameters have been stepped, and
         ValueError where the parameters are the model's no more.
         """
-        self._states.check()
+        self._states.asked_to_step(self, at_once=closure is not None or bool(options))
         self._look(has_gradients=closure is None)
         loss = None
         if closure is None or options:
@@ -172,8 +183,30 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     @uninterrupted
+    def last_backward(self) -> contextlib.AbstractContextManager[None]:
+        """To be called before the last backward of a step that has several, or to be entered for it.
+
+        It is of use with overlap="backward", and does nothing otherwise: gradients are final in that backward. Who
+        has called it once is to call it in each step.
+        """
+        self._states.stepping.last_backward()
+        return contextlib.nullcontext()
+
+    @uninterrupted
+    def finish(self) -> None:
+        """Makes what is left of a step whose buckets wait for the next forward, with overlap="forward".
+
+        Raises InterruptedStep and Closed.
+        """
+        self._states.check()
+        self._states.finish()
+
+    @uninterrupted
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """The wrapped optimizer's, with its default. A step that was prepared for and does not come is left out."""
+        """The wrapped optimizer's, with its default. A step that was prepared for and does not come is left out.
+
+        Raises OverlapRefused where a part of the step has been made in backward.
+        """
         self._states.drop_prefetch()
         self._wrapped.zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
 
@@ -285,7 +318,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises ValueError for parameters that are the model's no more. Says once what makes tiering be of no use.
         """
         params, name = params_of(self._wrapped), type(self._wrapped).__name__
-        idle = has_gradients and bool(params) and all(param.grad is None for param in params)
+        none = bool(params) and all(param.grad is None for param in params)
+        idle = none and has_gradients and not self._states.begun
         if idle or not self._begun:
             _check_in_use(params, name)
         if idle and not self._idle:

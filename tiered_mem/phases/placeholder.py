@@ -12,8 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ..device.device import Event
-from ..device.torch_private import AsPlainTensors
+from ..device.torch_private import AsPlainTensors, part_here
 from ..errors import Offloaded
+from ..ground.harmless import GET_GRADIENT, HARMLESS, OF_SHAPE, SET_GRADIENT
 from ..ground.interrupts import uninterrupted
 from ..tiers.host_tier import HostSlot
 
@@ -35,6 +36,10 @@ class WayBack:
     offset: int
     parked: Parked
     guard: RemovableHandle | None
+
+    def refusal(self) -> Offloaded:
+        """What whoever uses the tensor gets."""
+        return Offloaded(f"{self.name} is offloaded: {self.parked.advice}")
 
 
 @dataclass(eq=False)
@@ -103,13 +108,12 @@ class _Refusing:
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _HARMLESS or (func == _SET_GRADIENT and args[1] is None):
+        if func in HARMLESS or func == GET_GRADIENT or (func == SET_GRADIENT and args[1] is None):
             with AsPlainTensors():
                 return func(*args, **kwargs)
-        if func in _OF_SHAPE and not kwargs.get("out"):
+        if func in OF_SHAPE and not kwargs.get("out"):
             return func(args[0]._tiered_mem_away.shape, *args[1:], **kwargs)
-        known = next(_all_away((args, kwargs)))
-        raise Offloaded(f"{known.name} is offloaded: {known.parked.advice}")
+        raise next(_all_away((args, kwargs))).refusal()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         away = self._tiered_mem_away
@@ -127,6 +131,21 @@ class AwayParameter(_Refusing, torch.nn.Parameter):  # type: ignore[misc]
     """A parameter that is away. Optimizers and modules keep the very object."""
 
 
+class _RefusingDTensor(_Refusing):
+    """A DTensor also raises where it goes round torch's functions: in methods of its own, and below Python."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise next(_all_away((args, kwargs or {}))).refusal()
+
+    def _refuse(self, *args: object, **kwargs: object) -> Any:
+        raise self._tiered_mem_away.refusal()
+
+    to_local = full_tensor = redistribute = __tensor_flatten__ = __get_tensor_shard__ = _refuse
+
+
 _AWAY: dict[type[torch.Tensor], type[torch.Tensor]] = {
     torch.Tensor: AwayTensor,
     torch.nn.Parameter: AwayParameter,
@@ -134,8 +153,11 @@ _AWAY: dict[type[torch.Tensor], type[torch.Tensor]] = {
 
 
 def can_go(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of this type can be away."""
-    return type(tensor) in _AWAY
+    """Whether a tensor of this type can be away. Of a DTensor that is about itself, and not about its part here."""
+    kind = type(tensor)
+    if kind not in _AWAY and kind.__name__ == "DTensor" and part_here(tensor) is not None:
+        _AWAY[kind] = type("AwayDTensor", (_RefusingDTensor, kind), {})
+    return kind in _AWAY
 
 
 def away(tensor: torch.Tensor) -> WayBack | None:
@@ -144,14 +166,18 @@ def away(tensor: torch.Tensor) -> WayBack | None:
 
 
 def send_away(tensor: torch.Tensor, name: str, parked: Parked) -> None:
-    """Takes the device memory from a tensor whose bytes are parked. The tensor stays the same object."""
+    """Takes the device memory from a tensor whose bytes are parked. The tensor stays the same object.
+
+    A DTensor has no memory itself: its part here goes with it.
+    """
     kind = type(tensor)
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     known = WayBack(name, kind, shape, int(tensor.storage_offset()), parked, _guard(tensor, name, parked))
-    with torch.inference_mode(tensor.is_inference()):
-        # Below Python nothing asks this class, as where a saved-tensor hook kept the tensor. A shape (0,) would
-        # broadcast with a last dimension of 1, and the result might pass for right.
-        tensor.data = torch.empty((0,) * 8, dtype=tensor.dtype, device=tensor.device)
+    if part_here(tensor) is None:
+        with torch.inference_mode(tensor.is_inference()):
+            # Below Python nothing asks this class, as where a saved-tensor hook kept the tensor. A shape (0,) would
+            # broadcast with a last dimension of 1, and the result might pass for right.
+            tensor.data = torch.empty((0,) * 8, dtype=tensor.dtype, device=tensor.device)
     tensor.__class__ = _AWAY[kind]
     tensor._tiered_mem_away = known  # type: ignore[attr-defined]
 
@@ -166,6 +192,8 @@ def bring_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     del tensor._tiered_mem_away  # type: ignore[attr-defined]
     if known.guard is not None:
         known.guard.remove()
+    if part_here(tensor) is not None:
+        return
     size, stride = known.shape.size(), known.shape.stride()
     if tensor.is_inference():
         with torch.inference_mode():  # a view would be an inference tensor no more
@@ -196,24 +224,3 @@ def _all_away(thing: object) -> Iterator[WayBack]:
     elif isinstance(thing, (dict, list, tuple)):
         for each in thing.values() if isinstance(thing, dict) else thing:
             yield from _all_away(each)
-
-
-_T: Any = torch.Tensor
-_SET_GRADIENT = _T.grad.__set__
-# What torch still knows of the tensor, and what can be said of it before it is back.
-_HARMLESS = frozenset(
-    [
-        *(each.__get__ for each in (_T.requires_grad, _T.is_leaf, _T.grad_fn, _T.retains_grad, _T.grad)),
-        *(_T.requires_grad.__set__, _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook),
-        *(each.__get__ for each in (_T.dtype, _T.device, _T.layout, _T.is_cpu, _T.is_cuda, _T.is_sparse)),
-        *(_T.is_floating_point, _T.is_complex, _T.is_inference, torch.is_floating_point, torch.is_complex),
-    ]
-)
-# What only its shape says.
-_OF_SHAPE = frozenset(
-    [
-        *(each.__get__ for each in (_T.shape, _T.ndim, _T.nbytes, _T.itemsize)),
-        *(_T.size, _T.stride, _T.is_contiguous, _T.dim, _T.ndimension, _T.__len__),
-        *(_T.numel, _T.nelement, torch.numel, _T.element_size),
-    ]
-)

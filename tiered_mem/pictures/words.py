@@ -13,6 +13,7 @@ _MOST = 3
 _WHY = {
     "release": "{time} in {layer} until copies to the host have ended whose memory is given up there",
     "reload": "{time} in {layer} until what it saved is back on the device",
+    "states": "{time} in {layer} until optimizer states are on the device that are stepped beside it",
     "drop": "{time} in {layer} until copies have ended that nobody needs any more",
 }
 _HELPS = {

@@ -12,25 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import entry_points
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..allocators.base import round_up
 from ..errors import Closed, TierFull
-from ..ground.arguments import with_methods
-from ..sizes import format_bytes, parse_bytes
+from ..sizes import format_bytes
 from .file_pool import Claim, FilePool, SpillFile
 from .filesystem import Files
 from .folder import SpillFolder
 from .io_queue import Drive, IoQueue, Queue
-from .lower_tier import METHODS, Job, LowerTier, Piece, State, TierStats, Watcher
+from .lower_tier import Job, Piece, TierStats, Watcher
+from .pace import Pace
 from .record import ALIGNMENT, Entry, Header, Layout, check_address
 from .record_io import RecordIo, checksum_by_name
+from .room import Room
+from .write_gate import WriteBudget, WriteGate
 
 SMALLEST_RECORD = 2 * ALIGNMENT
-
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 60.0
 
 _log = logging.getLogger("tiered_mem.spill")
 
@@ -46,7 +44,8 @@ class DiskTier:
     up to 60 s.
 
     capacity: the bytes that all files together may take; None is half of what is free.
-    write_budget: the bytes that may be written in all, as drives wear out.
+    write_budget: the bytes that may be written in all, as drives wear out. Tiers may share a `WriteBudget`.
+    room: the bytes that this and other tiers may take together. A capacity beyond what is free is that, then.
     checksum: "xxh3_64", "crc32", "none", or None for the fastest there is.
     drive: a model that says how long operations take; None is the real one.
     files, clock: for tests.
@@ -62,7 +61,8 @@ class DiskTier:
         spill_dir: str | os.PathLike[str],
         *,
         capacity: int | None = None,
-        write_budget: int | None = None,
+        write_budget: int | WriteBudget | None = None,
+        room: Room | None = None,
         checksum: str | None = None,
         workers: int = 4,
         drive: Drive | None = None,
@@ -78,9 +78,12 @@ class DiskTier:
         self._run = uuid.uuid4().hex[:12]
         self._folder = folder = SpillFolder(spill_dir, run=self._run, files=self._os)
         try:
-            free = folder.free_bytes()
+            # What other processes have of the room may come to be this one's.
+            free = folder.free_bytes() + (0 if room is None else room.used())
             if capacity is None:
                 capacity = free // 2
+            if room is not None:
+                capacity = min(capacity, free)
             if not SMALLEST_RECORD <= capacity <= free:
                 raise ValueError(
                     f"capacity is {format_bytes(capacity)}, and the file system of {os.fspath(spill_dir)} has "
@@ -93,8 +96,10 @@ class DiskTier:
             raise
         self._queue: Queue = threads if drive is None else drive.queue(threads)
         self.now = self._queue.now
-        self._files = FilePool(folder, self._os, capacity=capacity, direct=self._direct)
-        self._gate = WriteGate(write_budget, clock or self.now)
+        self._files = FilePool(folder, self._os, capacity=capacity, direct=self._direct, room=room)
+        budget = write_budget if isinstance(write_budget, WriteBudget) else WriteBudget(write_budget)
+        self._gate = WriteGate(budget, clock or self.now)
+        self._pace = Pace()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
@@ -133,11 +138,15 @@ class DiskTier:
             refusal = self._refusal(layout.file_bytes)
             if refusal is None:
                 record = DiskRecord(header, layout, self._files.claim(layout.file_bytes))
+                try:
+                    attempt = self._gate.begin(record.cost)
+                except TierFull:
+                    self._files.cancel(record.claim)
+                    raise
                 self._add(record)
-                attempt = self._gate.begin(record.cost)
                 io = RecordIo(self._os, self._checksum, self._direct, record.header, record.layout)
-                work, told = partial(self._write, io, record, pieces, attempt), partial(self._ended, "write", io)
-                record.job = self._queue.submit(work, urgent=False, nbytes=record.nbytes, told=told)
+                work = partial(self._write, io, record, pieces, attempt)
+                record.job = self._submit("write", work, io, record.nbytes)
                 return record
         self._tell(refusal)
         try:
@@ -169,8 +178,7 @@ class DiskTier:
             nbytes = record.layout.header_bytes
             nbytes += sum(round_up(record.header.entries[index].nbytes) for index, _ in wanted)
             io = RecordIo(self._os, self._checksum, self._direct, record.header, record.layout)
-            work, told = partial(self._read, io, record, record.file, wanted), partial(self._ended, "read", io)
-            return self._queue.submit(work, urgent=True, nbytes=nbytes, told=told)
+            return self._submit("read", partial(self._read, io, record, record.file, wanted), io, nbytes)
 
     def release(self, record: DiskRecord) -> None:
         """Nobody needs the record. Its file is used again when no operation needs it any more. Idempotent.
@@ -185,6 +193,7 @@ class DiskTier:
             self._remove(record)
             if self._queue.cancel(record.job):
                 self._gate.cancel(record.cost)
+                self._pace.give_up(record.nbytes)
                 self._files.cancel(record.claim)
             else:
                 self._free_unneeded(record)
@@ -195,6 +204,17 @@ class DiskTier:
             reserved, files = self._files.usage()
             written, state = self._gate.written, self._gate.state
             return replace(self._stats, reserved=reserved, files=files, written=written, state=state)
+
+    def load(self) -> DriveLoad:
+        """Return what to place records by."""
+        with self._lock:
+            failing = self._gate.state == "failing"
+            return DriveLoad(self._pace.under_way, self._pace.rate, self._stats.used, failing)
+
+    def remove_free(self) -> None:
+        """Remove the files that no record needs, which other tiers may need the room of. Waits for the drive."""
+        if self._is_open():
+            self._files.remove_free()
 
     def watch(self, watcher: Watcher) -> None:
         """Have `watcher` called for each operation that ends from now on, by the thread that did it."""
@@ -252,7 +272,13 @@ class DiskTier:
                 record.operations -= 1
                 self._free_unneeded(record)
 
-    def _ended(self, kind: Literal["read", "write"], io: RecordIo, began: float, ended: float) -> None:
+    def _submit(self, kind: Literal["read", "write"], work: Callable[[], None], io: RecordIo, nbytes: int) -> Job:
+        self._pace.begin(nbytes)
+        told = partial(self._ended, kind, io, nbytes)
+        return self._queue.submit(work, urgent=kind == "read", nbytes=nbytes, told=told)
+
+    def _ended(self, kind: Literal["read", "write"], io: RecordIo, nbytes: int, began: float, ended: float) -> None:
+        self._pace.end(nbytes, io.moved, began, ended)
         for watcher in self._watchers:
             watcher(kind, io.moved, began, ended)
 
@@ -279,7 +305,7 @@ class DiskTier:
         available = self._files.available()
         advice = self._gate.refusal(file_bytes + ALIGNMENT)
         if advice is None and file_bytes > available:
-            advice = "raise spill_bytes, or offload less"
+            advice = self._files.advice(file_bytes)
         return None if advice is None else self._files.full(file_bytes, available, advice)
 
     def _tell(self, refusal: TierFull | None) -> None:
@@ -304,6 +330,18 @@ class DiskTier:
     def _check_open(self) -> None:
         if not self._is_open():
             raise Closed(f"the disk tier in {self._folder.path} is closed, or that of the process that forked this")
+
+
+class DriveLoad(NamedTuple):
+    """What a tier has to do and has. under_way: see `Pace`. rate: in bytes per second, or None before it is known.
+
+    used: the bytes of its records. failing: as in `TierStats`.
+    """
+
+    under_way: int
+    rate: float | None
+    used: int
+    failing: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -339,121 +377,6 @@ class DiskRecord:
     def cost(self) -> int:
         """The most bytes that writing it takes, with the zeros that first end the older record in its file."""
         return self.nbytes + ALIGNMENT
-
-
-class WriteGate:
-    """Counts written bytes, and pauses writing after a failure: for 1 s, then twice as long each time, up to 60 s.
-
-    Each write that begins gets the number of its attempt, and hands it back at its end. Of writes that were under
-    way together only the first failure counts, and only a write that began after it shows that all is well again.
-    Not thread-safe.
-
-    budget: the bytes that may ever be written, or None. clock: seconds.
-    """
-
-    def __init__(self, budget: int | None, clock: Callable[[], float]) -> None:
-        self._budget = budget
-        self._clock = clock
-        self._promised = 0
-        self._spent = False
-        self._told = False
-        self._pause = self._until = 0.0
-        self._attempt = 0
-        self._error = ""
-        self.written = 0
-
-    @property
-    def state(self) -> State:
-        """As in `TierStats`."""
-        return "budget spent" if self._spent else "failing" if self._pause else "ok"
-
-    def refusal(self, nbytes: int) -> str | None:
-        """The reason why a write of `nbytes` may not begin now, with advice; None if it may."""
-        total = self.written + self._promised + nbytes
-        self._spent = self._budget is not None and total > self._budget
-        if self._budget is not None and self._spent:
-            return (
-                f"of the write budget of {format_bytes(self._budget)}, {format_bytes(total - nbytes)} are spent; "
-                "raise it if the drive may wear more"
-            )
-        if self._pause and (left := self._until - self._clock()) > 0:
-            return f"writing is tried again in {left:.1f} s, as it failed: {self._error}"
-        return None
-
-    def budget_news(self) -> bool:
-        """Whether the budget was too small for the first time."""
-        news = self._spent and not self._told
-        self._told = self._told or news
-        return news
-
-    def begin(self, nbytes: int) -> int:
-        """A write of at most `nbytes` begins. Returns the number of its attempt."""
-        self._promised += nbytes
-        return self._attempt
-
-    def cancel(self, nbytes: int) -> None:
-        """A write of at most `nbytes` was cancelled before it began."""
-        self._promised -= nbytes
-
-    def succeeded(self, attempt: int, nbytes: int, written: int) -> bool:
-        """A write of at most `nbytes` has written `written`. Returns whether that ends a pause."""
-        self._count(nbytes, written)
-        news = self._pause > 0 and attempt == self._attempt
-        if news:
-            self._pause = 0.0
-        return news
-
-    def failed(self, attempt: int, nbytes: int, written: int, error: BaseException) -> bool:
-        """A write of at most `nbytes` has failed after `written`. Returns whether writing worked before."""
-        self._count(nbytes, written)
-        if attempt != self._attempt:
-            return False
-        news = not self._pause
-        self._attempt += 1
-        self._pause = min(2 * self._pause or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        self._until = self._clock() + self._pause
-        self._error = str(error) or type(error).__name__
-        return news
-
-    def _count(self, promised: int, written: int) -> None:
-        self._promised -= promised
-        self.written += written
-
-
-def chosen_tier(
-    spill_dir: str | os.PathLike[str] | None,
-    spill_bytes: int | str | None,
-    spill_write_budget: int | str | None,
-    spill_checksum: str | None,
-    disk: LowerTier | None,
-) -> LowerTier | None:
-    """The tier below the host, if there is one. Arguments and errors are those of TieringManager."""
-    described = (spill_dir, spill_bytes, spill_write_budget, spill_checksum) != (None, None, None, None)
-    if disk is not None:
-        if described:
-            raise ValueError("disk comes in place of the arguments that begin with spill: give either it or these")
-        with_methods("disk", disk, METHODS)
-        return disk
-    if spill_dir is None:
-        if described:
-            raise ValueError("what begins with spill describes a disk tier, which needs a spill_dir as well")
-        return None
-    return DiskTier(
-        spill_dir,
-        capacity=None if spill_bytes is None else parse_bytes(spill_bytes, "spill_bytes"),
-        write_budget=None if spill_write_budget is None else parse_bytes(spill_write_budget, "spill_write_budget"),
-        checksum=spill_checksum,
-        drive=offered_drive(),
-    )
-
-
-def offered_drive() -> Drive | None:
-    """The first drive that an installed package offers to this process, by an entry point "tiered_mem.drives".
-
-    That is a function without arguments; it returns None where there is nothing to be modelled.
-    """
-    offers = (entry.load()() for entry in entry_points(group="tiered_mem.drives"))
-    return next((drive for drive in offers if drive is not None), None)
 
 
 def _end(queue: Queue, folder: SpillFolder, pid: int) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import itertools
 import os
-import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from ..errors import CorruptRecord, TierFull
 from .filesystem import Files
 from .folder import SpillFolder
+from .room import Room
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # What opening says where there is no file, or something that is none; EINVAL of a pipe, with direct I/O.
@@ -30,14 +30,18 @@ class FilePool:
     it has shrunk or is gone. Only `writing` and `reading` wait for the drive, and they hold no lock.
 
     direct: open the files for direct I/O.
+    room: what several pools may take together; None is no less than `capacity`.
     """
 
-    def __init__(self, folder: SpillFolder, files: Files, *, capacity: int, direct: bool) -> None:
+    def __init__(
+        self, folder: SpillFolder, files: Files, *, capacity: int, direct: bool, room: Room | None = None
+    ) -> None:
         self._folder = folder
         self._files = files
         self._capacity = capacity
         self._flags = os.O_DIRECT if direct else 0
-        self._lock = threading.Lock()
+        self._room = room or Room(capacity)
+        self._lock = self._room.lock
         self._numbers = itertools.count()
         # Files of no record: those that can be used again, from the smallest to the largest, and those that cannot.
         self._usable: list[SpillFile] = []
@@ -59,16 +63,17 @@ class FilePool:
     def claim(self, nbytes: int) -> Claim:
         """Room for a file of `nbytes`: a free file, others to remove, and more of the drive. Raises TierFull."""
         with self._lock:
-            if nbytes > self._available():
-                raise self.full(nbytes, self._available(), "raise spill_bytes, or offload less")
+            room = self._reserve(max(0, nbytes - (self._usable[-1].nbytes if self._usable else 0)))
+            if nbytes > room + self._free_bytes:
+                self._give(room)
+                raise self.full(nbytes, self._available(), self.advice(nbytes))
             claim = Claim(nbytes, self._best(nbytes), self._unusable)
             self._unusable = []
             self._free_bytes -= claim.to_drop()
-            room = self._capacity - self._reserved
             while claim.growth() > room + claim.to_drop():
                 claim.drop.append(self._take(-1))
             claim.extra = min(claim.growth(), room)
-            self._reserved += claim.extra
+            self._give(room - claim.extra)
             return claim
 
     def cancel(self, claim: Claim) -> None:
@@ -82,6 +87,21 @@ class FilePool:
         """Nobody needs the file's record. A sound file is used again, another one is removed by the next claim."""
         with self._lock:
             self._free(file, sound=sound)
+
+    def remove_free(self) -> bool:
+        """Remove the files that nobody needs, also for the sake of other pools. Return whether there were any.
+
+        Those that cannot be removed stay.
+        """
+        with self._lock:
+            claim = Claim(0, None, self._unusable)
+            self._unusable = []
+            self._free_bytes -= claim.to_drop()
+            claim.drop += [self._take(0) for _ in range(len(self._usable))]
+        found = bool(claim.drop)
+        self._remove(claim)
+        self.cancel(claim)
+        return found
 
     @contextlib.contextmanager
     def writing(self, claim: Claim) -> Iterator[SpillFile]:
@@ -131,10 +151,30 @@ class FilePool:
         used = self._reserved - self._free_bytes - but
         return TierFull("disk", needed=needed, free=free, used=used, limit=self._capacity, advice=advice)
 
+    def advice(self, nbytes: int) -> str:
+        """What helps where there is no room for a file of `nbytes`."""
+        return self._room.advice(nbytes - self._free_bytes)
+
     # Bytes, under the lock.
 
     def _available(self) -> int:
-        return self._capacity - self._reserved + self._free_bytes
+        return self._left() + self._free_bytes
+
+    def _left(self) -> int:
+        """What no file and no claim has, here and in the room that is shared."""
+        return min(self._capacity - self._reserved, self._room.left())
+
+    def _reserve(self, nbytes: int) -> int:
+        """Sets as many of the bytes aside as there are. Returns how many."""
+        nbytes = min(nbytes, self._left())
+        if nbytes <= 0 or not self._room.take(nbytes):
+            return 0  # or others were quicker
+        self._reserved += nbytes
+        return nbytes
+
+    def _give(self, nbytes: int) -> None:
+        self._reserved -= nbytes
+        self._room.give(nbytes)
 
     def _best(self, nbytes: int) -> SpillFile | None:
         """Takes the smallest usable file of that size or more, else the largest; None if there is none."""
@@ -156,7 +196,7 @@ class FilePool:
 
     def _free_rest(self, claim: Claim) -> None:
         """Frees the bytes of a claim that its file did not take."""
-        self._reserved -= claim.extra
+        self._give(claim.extra)
         claim.extra = 0
         for file in claim.drop:
             self._free(file, sound=False)
@@ -219,11 +259,12 @@ class FilePool:
         with self._lock:
             # What was to be dropped, and could not be, is missing here.
             more = max(0, growth - claim.extra)
-            free = self._capacity - self._reserved
-            if more > free:
+            free = self._left()
+            if (got := self._reserve(more)) < more:
+                self._give(got)
                 raise self.full(more, free, f"files in {self._folder.path} cannot be removed: see its permissions")
             claim.extra -= max(0, growth) - more
-            self._reserved += min(0, growth) + more
+            self._give(max(0, -growth))
             file.nbytes = claim.nbytes
         if growth > 0:
             self._allocate(file, claim.nbytes)
@@ -233,18 +274,9 @@ class FilePool:
             self._files.allocate(file.fd, nbytes)
         except OSError as error:
             # Somebody else has filled the drive. What is kept here for later may make the room.
-            if error.errno not in _NO_ROOM or not self._remove_usable():
+            if error.errno not in _NO_ROOM or not self.remove_free():
                 raise
             self._files.allocate(file.fd, nbytes)
-
-    def _remove_usable(self) -> bool:
-        """Removes the files that wait to be used again. Returns whether there were any."""
-        with self._lock:
-            claim = Claim(0, None, [self._take(0) for _ in range(len(self._usable))])
-        found = bool(claim.drop)
-        self._remove(claim)
-        self.cancel(claim)
-        return found
 
     def _remove(self, claim: Claim) -> None:
         """Removes the files that a claim has to drop, and gives it their bytes. Others stay in the claim."""

@@ -48,7 +48,7 @@ class Home:
 
     def __init__(self, spill_dir: str | os.PathLike[str], *, make: bool = False) -> None:
         self._name = f"{_PREFIX}{os.geteuid()}"
-        self._above = _spill_dir(spill_dir)
+        self._above = opened_spill_dir(spill_dir)
         self.path = Path(spill_dir).absolute() / self._name
         try:
             if make:
@@ -238,8 +238,8 @@ def user_of(name: str) -> int | None:
     return None if words is None else int(words[1])
 
 
-def _spill_dir(spill_dir: str | os.PathLike[str]) -> int:
-    """The user's directory, opened."""
+def opened_spill_dir(spill_dir: str | os.PathLike[str]) -> int:
+    """The user's directory, opened. Raises SpillDirRefused."""
     if not os.fspath(spill_dir):
         raise SpillDirRefused("spill_dir is empty; give a directory on a local drive")
     # A path that ends in a slash would be followed where it is a link, and Path takes that off.

@@ -111,7 +111,8 @@ class TierStats:
     ended in an error. `direct`: whether files are opened for direct I/O.
 
     state: "failing" after a failed write until one succeeds; "budget spent" where the last requested write was more
-    than the rest of the write budget; else "ok".
+    than the rest of the write budget; else "ok". drives: how many do its operations side by side; of several, any
+    that fails counts as "failing".
     """
 
     capacity: int
@@ -125,3 +126,4 @@ class TierStats:
     read: int = 0
     failures: int = 0
     state: State = "ok"
+    drives: int = 1

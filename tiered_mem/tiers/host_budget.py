@@ -39,7 +39,9 @@ class HostLimit:
     per_process: bool = False
 
 
-def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int, given: int = 0) -> int:
+def host_budget(
+    asked: HostBytes, *, limits: Sequence[HostLimit], processes: int, given: int = 0, argument: str = "host_bytes"
+) -> int:
     """Bytes of host memory for one manager, at least 1.
 
     A process's share of a limit is the limit divided by the processes. What other managers of the process have is
@@ -49,12 +51,13 @@ def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int
         such as "64GiB", is a number of bytes.
     limits: one or more. processes: how many share each limit that does not hold for each process by itself.
     given: the bytes that other managers of this process may take. It counts for such limits alone.
+    argument: its name, for errors.
 
     Raises ValueError for more than the share, and for any other value.
     """
     if isinstance(asked, bool) or (isinstance(asked, float) and not 0 < asked <= 1):
         raise ValueError(
-            f'host_bytes={asked!r} is not a size: give an int of bytes, a string such as "64GiB", a float above 0 '
+            f'{argument}={asked!r} is not a size: give an int of bytes, a string such as "64GiB", a float above 0 '
             'and up to 1 for that part of what this process may use, or "auto" for half of it'
         )
     limit = min(limits, key=lambda limit: _share(limit, processes, given))
@@ -64,18 +67,35 @@ def host_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int
     elif isinstance(asked, float):
         nbytes = int(Fraction(asked) * share)
     else:
-        nbytes = parse_bytes(asked, "host_bytes")
+        nbytes = parse_bytes(asked, argument)
     if nbytes > share:
         raise ValueError(
-            f"host_bytes={asked!r} is {format_bytes(nbytes)}, more than {_allowance(limit, processes, given)}. "
+            f"{argument}={asked!r} is {format_bytes(nbytes)}, more than {_allowance(limit, processes, given)}. "
             f"This process can ask for at most {share} bytes ({format_bytes(share)})"
         )
     if nbytes < 1:
         raise ValueError(
-            f"host_bytes={asked!r} is less than one byte of what {_allowance(limit, processes, given)}. "
+            f"{argument}={asked!r} is less than one byte of what {_allowance(limit, processes, given)}. "
             f"Ask for more, or raise that limit{', or close another manager first' if given else ''}"
         )
     return nbytes
+
+
+def node_budget(asked: HostBytes, *, limits: Sequence[HostLimit], processes: int, given: int = 0) -> HostLimit:
+    """What the processes of this machine share, each of which may take all of it.
+
+    asked: None or "auto" is what all of them would have alone, together. All else is as for `host_budget`, of each
+        limit as a whole.
+    limits: those that hold for all processes together. given: the bytes that managers of this process may take
+        that do not share.
+
+    Raises ValueError as `host_budget` does.
+    """
+    if asked is None or asked == "auto":
+        nbytes = processes * host_budget(asked, limits=limits, processes=processes, given=given)
+        return HostLimit(nbytes, "what the ranks of this machine share")
+    nbytes = host_budget(asked, limits=limits, processes=1, argument="node_bytes")
+    return HostLimit(nbytes, f"node_bytes={asked!r}")
 
 
 class PoolsOfProcess:
@@ -85,17 +105,23 @@ class PoolsOfProcess:
     """
 
     def __init__(self) -> None:
-        self._pools: weakref.WeakSet[SlabPool] = weakref.WeakSet()
+        self._pools: weakref.WeakKeyDictionary[SlabPool, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     @property
     def given(self) -> int:
-        """The bytes that all may take that are not closed."""
-        return sum(pool.stats().capacity or 0 for pool in list(self._pools) if not pool.closed)
+        """The bytes that all may take that are not closed. Those that share have one part together."""
+        shared = [nbytes for pool, (nbytes, shared) in list(self._pools.items()) if shared and not pool.closed]
+        return self.given_alone + max(shared, default=0)
 
-    def add(self, pool: SlabPool) -> None:
-        """Of a size that was agreed on while this was entered."""
-        self._pools.add(pool)
+    @property
+    def given_alone(self) -> int:
+        """Of these, the bytes of pools that do not share."""
+        return sum(nbytes for pool, (nbytes, shared) in list(self._pools.items()) if not (pool.closed or shared))
+
+    def add(self, pool: SlabPool, nbytes: int, *, shared: bool) -> None:
+        """Of a size that was agreed on while this was entered. nbytes: of a shared pool, an equal part."""
+        self._pools[pool] = nbytes, shared
 
     def __enter__(self) -> PoolsOfProcess:
         self._lock.acquire()

@@ -14,6 +14,7 @@ import torch
 from ..allocators.base import ALIGNMENT, HostPool, OutOfHostMemory, PoolStats, Region
 from ..device.device import Device, Event
 from ..errors import DeviceFailed, TierFull
+from ..ground.stats import Stats
 
 _log = logging.getLogger("tiered_mem.host_tier")
 
@@ -53,10 +54,20 @@ class HostTier:
     steps_in_flight: in how many steps slots may be given back before the first of them is waited for. The host runs
         ahead of the device, and would take new slots for each step otherwise.
     owned: the pool is closed with the tier.
+    node: what the manager has of that which the ranks of the machine share. It is left when the tier is closed.
     """
 
-    def __init__(self, pool: HostPool, device: Device, *, steps_in_flight: int = 2, owned: bool = True) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        device: Device,
+        *,
+        steps_in_flight: int = 2,
+        owned: bool = True,
+        node: Neighbours | None = None,
+    ) -> None:
         self._pool = pool
+        self._node = node
         self._steps_in_flight = steps_in_flight
         self._step = 0
         self._device = device
@@ -67,15 +78,17 @@ class HostTier:
         self._leases: set[Lease] = set()
         self._slots = 0
 
-    def reserve(self, wanted: Sequence[Form]) -> list[HostSlot]:
+    def reserve(self, wanted: Sequence[Form], advice: str = "") -> list[HostSlot]:
         """A slot for each of the forms, next to each other: memory that is free again when all are back.
+
+        advice: what helps where the tier is full, other than for activations.
 
         Raises TierFull.
         """
         try:
             return self._allocate(wanted)
         except OutOfHostMemory as error:
-            raise self._full(error) from error
+            raise self._full(error, advice) from error
 
     def find(self, wanted: Sequence[Form]) -> list[HostSlot] | None:
         """As `reserve`; None where there is no room now."""
@@ -115,8 +128,10 @@ class HostTier:
                 self._pool.deallocate(lease.region)
 
     def begin_step(self) -> None:
-        """What is given back from now on is of another step."""
+        """What is given back from now on is of another step. Other ranks may get what is not used here."""
         self._step += 1
+        if self._node is not None:
+            self._node.begin_step()
 
     @property
     def overdue(self) -> bool:
@@ -170,6 +185,20 @@ class HostTier:
     def pool_stats(self) -> PoolStats:
         return self._pool.stats()
 
+    def counted_on(self) -> int | None:
+        """The bytes that the tier may hold, as it looks now: less than its limit where ranks share. None is any."""
+        return self.usage()[1]
+
+    def usage(self) -> tuple[int, int | None]:
+        """The bytes of regions, and `counted_on`."""
+        stats = self._pool.stats()
+        limits = [stats.capacity, None if self._node is None else self._node.counted_on()]
+        return stats.used, min((limit for limit in limits if limit is not None), default=None)
+
+    def shared_stats(self) -> Stats:
+        """What is known of the other managers of the machine."""
+        return {} if self._node is None else self._node.stats()
+
     def close(self) -> None:
         """Frees the memory, once every copy that was started has ended.
 
@@ -186,6 +215,8 @@ class HostTier:
         self._slabs.clear()
         if self._owned:
             self._pool.close()
+        if self._node is not None:
+            self._node.leave()
 
     def drop(self) -> None:
         """Frees the memory whatever slots are in use. For when nobody can use them any more, and no copy does."""
@@ -222,7 +253,10 @@ class HostTier:
             known = self._slabs[found.ptr] = HostSlab(found)
         return known
 
-    def _full(self, error: OutOfHostMemory) -> TierFull:
+    def _full(self, error: OutOfHostMemory, advice: str) -> TierFull:
+        cause = error.__cause__
+        if self._node is not None and isinstance(cause, OutOfHostMemory) and cause.free is not None:
+            return self._node.full(error.needed, error.used)  # what others have is missing here
         limit = error.used if error.limit is None else error.limit
         never = error.needed > limit
         return TierFull(
@@ -231,8 +265,28 @@ class HostTier:
             free=limit - error.used,
             used=error.used,
             limit=limit,
-            advice="it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers",
+            advice=advice
+            or ("it can never fit: raise host_bytes" if never else "raise host_bytes or offload fewer layers"),
         )
+
+
+class Neighbours(Protocol):
+    """The other managers of the machine that take of the same host memory, as a tier sees them."""
+
+    def begin_step(self) -> None:
+        """Give them what they want and this manager does not use."""
+
+    def counted_on(self) -> int | None:
+        """The bytes that they leave to this manager. None is any."""
+
+    def full(self, needed: int, used: int) -> TierFull:
+        """The error where they leave less."""
+
+    def stats(self) -> Stats:
+        """Names and numbers of what is shared."""
+
+    def leave(self) -> None:
+        """Take of it no more."""
 
 
 class HostSlab:

@@ -28,14 +28,27 @@ _FEWEST_RECORDS, _RECORD_BYTES = 4, 8 << 20
 _MEMORY_BYTES = 256 << 20
 
 
-def measured_link(device: Device, on_host: torch.Tensor, rounds: int = 7) -> Link:
-    """The medians of rounds in which each half of a slab is copied eight times. Takes as much of the device."""
+def measured_link(device: Device, on_host: torch.Tensor, rounds: int = 7, beside: float = 0.0) -> Link:
+    """The medians of rounds in which each half of a slab is copied eight times. Takes as much of the device.
+
+    beside: above 0, the seconds of the device in which other processes begin to measure too. The rounds go on for
+        as long, and the slowest quarter of them counts: in those there were others. Nobody waits for them.
+    """
     half = len(on_host) // 2
     on_device = on_host.new_zeros(2 * half, device=device.torch_device)
     out = (device.new_stream(), on_host[:half], on_device[:half])
     back = (device.new_stream(), on_device[half:], on_host[half : 2 * half])
-    seconds = [[_seconds(device, copies) for copies in ([out], [back], [out, back])] for _ in range(rounds + 1)]
-    return _link(_COPIES * half, seconds[1:])
+
+    def copied() -> list[float]:
+        return [_seconds(device, copies) for copies in ([out], [back], [out, back])]
+
+    copied()
+    seconds: list[list[float]] = []
+    while len(seconds) < rounds or sum(map(sum, seconds)) < beside:
+        seconds.append(copied())
+    if beside > 0:
+        seconds = sorted(seconds, key=sum)[-max(rounds, len(seconds) // 4) :]
+    return _link(_COPIES * half, seconds)
 
 
 def room_for(nbytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -26,10 +26,13 @@ from .host_budget import (
     PoolsOfProcess,
     host_budget,
     host_limit,
-    local_processes,
     memlock_limit,
+    node_budget,
 )
 from .host_tier import HostTier, bytes_of, is_pinned
+from .node_budget import NodeBudget
+from .node_memory import NodeMemory
+from .node_share import EqualShare, NodeShare
 
 _log = logging.getLogger("tiered_mem.tiers")
 
@@ -37,6 +40,8 @@ _log = logging.getLogger("tiered_mem.tiers")
 _POOLS = PoolsOfProcess()
 
 _SLAB_BYTES = 1 << 30
+# A slab of memory that ranks share is at most this part of all.
+_SLABS_OF_NODE = 128
 _PROBE_BYTES = 2 << 20
 
 # Each source by its name. The argument is the NUMA node of the device, None where it is not known.
@@ -68,32 +73,56 @@ def host_tier(
     preallocate: bool | None,
     host_pool: HostPool | None,
     steps_in_flight: int,
+    node: NodeBudget,
 ) -> HostTier:
-    """Arguments and errors are those of TieringManager."""
+    """Arguments and errors are those of TieringManager. The tier leaves the node when it is closed."""
     whole_number("steps_in_flight", steps_in_flight, at_least=1)
     if host_pool is not None:
         with_methods("host_pool", host_pool, ("allocate", "deallocate", "slab", "trim", "stats"))
         if (host_bytes, pin, preallocate) != (None, True, None):
             raise ValueError("host_pool comes in place of host_bytes, pin and preallocate: give either it or these")
-        return HostTier(host_pool, device, steps_in_flight=steps_in_flight, owned=False)
+        return HostTier(host_pool, device, steps_in_flight=steps_in_flight, owned=False, node=node)
     if not isinstance(pin, bool) and pin not in ("try", *_SOURCES):
         raise ValueError(f"pin={pin!r} is not known; say True, False, 'try', or one of {', '.join(_SOURCES)}")
     modelled = None if device.kind == "cpu" else offered_host()
-    limits = [host_limit(modelled=modelled), memlock_limit() if pin == "locked" else None]
+    limits = [host_limit(modelled=modelled)]
+    own_limits = [locked] if pin == "locked" and (locked := memlock_limit()) else []
     if preallocate is None:
         preallocate = host_bytes not in (None, "auto")
     yes_or_no("preallocate", preallocate)
     with _POOLS as others:
-        given, known = others.given, [each for each in limits if each]
-        capacity = host_budget(host_bytes, limits=known, processes=local_processes(), given=given)
-        if given:
-            _log.info(
-                "beside other managers, of %s, this one has %s of host memory",
-                *map(format_bytes, (given, capacity)),
+        share = None
+        if node.shares_host:
+            total = node_budget(node.asked, limits=limits, processes=node.ranks, given=others.given_alone)
+            capacity, part = _part_of_node(host_bytes, total, own_limits, node.ranks)
+            share = node.share_host(total.nbytes, most=part if preallocate else capacity, now=preallocate)
+            capacity = min(capacity, share.limit)
+        else:
+            given = others.given
+            capacity = part = host_budget(
+                host_bytes, limits=[*limits, *own_limits], processes=node.ranks, given=given
             )
-        _, pool = chosen_pool(device, capacity, pin, preallocate=preallocate)
-        others.add(pool)
-    return HostTier(pool, device, steps_in_flight=steps_in_flight)
+            if given:
+                _log.info(
+                    "beside other managers, of %s, this one has %s of host memory",
+                    *map(format_bytes, (given, capacity)),
+                )
+        _, pool = chosen_pool(device, capacity, pin, preallocate=preallocate, share=share)
+        others.add(pool, part, shared=share is not None)
+    node.watch(pool)
+    return HostTier(pool, device, steps_in_flight=steps_in_flight, node=node)
+
+
+def _part_of_node(asked: HostBytes, total: HostLimit, own: Sequence[HostLimit], ranks: int) -> tuple[int, int]:
+    """The most that one rank may take of what all share, and what it is taken to have where that is not said.
+
+    own: limits for each process by itself.
+    """
+    if asked is not None and asked != "auto":
+        capacity = host_budget(asked, limits=[total, *own], processes=1)
+        return capacity, capacity
+    capacity = min([total.nbytes, *(host_budget(asked, limits=[limit], processes=1) for limit in own)])
+    return capacity, max(1, min(capacity, total.nbytes // ranks))
 
 
 def offered_host() -> HostLimit | None:
@@ -108,23 +137,37 @@ def offered_host() -> HostLimit | None:
     return None
 
 
-def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: bool) -> tuple[str, SlabPool]:
+def chosen_pool(
+    device: Device,
+    capacity: int,
+    pin: bool | str,
+    *,
+    preallocate: bool,
+    share: NodeShare | EqualShare | None = None,
+) -> tuple[str, SlabPool]:
     """A pool of at most `capacity` bytes for copies from and to the device, and the name of its source.
 
     pin: True is memory that torch recognises as pinned; "try" is the same, and plain pages where there is none,
         with a warning; False is plain pages; the name of a source is that source, whatever torch makes of it.
-    preallocate: take all of the capacity now. Where there is less, the pool gets less, with a warning.
+    preallocate: take all of the capacity now, or the floor of its share. Where there is less, the pool gets less,
+        with a warning.
+    share: of what the ranks of this machine share; None is memory of this process's own.
 
     Raises PinningFailed.
     """
-    node = numa_node(device)
+    at = numa_node(device)
+    first = 0 if not preallocate else capacity if share is None else min(capacity, share.floor)
+
+    def pool_of(name: str) -> SlabPool:
+        return _pool(_SOURCES[name](at), capacity, share)
+
     if pin is False or device.kind == "cpu":
-        return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
+        return "pages", _filled(pool_of("pages"), first)
     names = _TRIED[device.kind] if pin is True or pin == "try" else (str(pin),)
     reasons = []
     for name in names:
         try:
-            return name, _filled(_pinned(_SOURCES[name](node), capacity, whatever=name == pin), preallocate)
+            return name, _filled(_pinned(pool_of(name), whatever=name == pin), first)
         except (OSError, RuntimeError, OutOfHostMemory) as error:
             _log.info("host memory does not come from %r: %s", name, str(error))
             reasons.append(f"{name}: {error}")
@@ -135,7 +178,7 @@ def chosen_pool(device: Device, capacity: int, pin: bool | str, *, preallocate: 
             "pin=False to run with memory that is not pinned, for which the host waits at each copy"
         )
     _log.warning("host memory is not pinned, and the host waits at each copy: %s", tried)
-    return "pages", _filled(_pool(_SOURCES["pages"](node), capacity), preallocate)
+    return "pages", _filled(pool_of("pages"), first)
 
 
 def tried_sources(kind: str) -> tuple[str, ...]:
@@ -221,14 +264,17 @@ class CudartRegistrar(RuntimeRegistrar):
         return CudaError(function, int(status), nbytes, self._cudart.cudaGetErrorString(status))
 
 
-def _pool(source: HostMemory, capacity: int) -> SlabPool:
-    return SlabPool(source, min(_SLAB_BYTES, capacity), capacity)
+def _pool(source: HostMemory, capacity: int, share: NodeShare | EqualShare | None) -> SlabPool:
+    if share is None:
+        return SlabPool(source, min(_SLAB_BYTES, capacity), capacity)
+    # What a rank has in a slab that it does not fill is missing elsewhere.
+    slab_bytes = max(1, min(_SLAB_BYTES, capacity, share.limit // _SLABS_OF_NODE))
+    return SlabPool(NodeMemory(source, share), slab_bytes, capacity)
 
 
-def _pinned(source: HostMemory, capacity: int, *, whatever: bool) -> SlabPool:
-    """A pool over memory that torch takes for pinned. Where it does not: PinningFailed, or a warning."""
-    pool = _pool(source, capacity)
-    pool.preallocate(min(_PROBE_BYTES, capacity))
+def _pinned(pool: SlabPool, *, whatever: bool) -> SlabPool:
+    """The pool, if torch takes its memory for pinned. Where it does not: PinningFailed, or a warning."""
+    pool.preallocate(min(_PROBE_BYTES, pool.stats().capacity or _PROBE_BYTES))
     region = pool.allocate(1)
     recognised = is_pinned(bytes_of(pool.slab(region)))
     pool.deallocate(region)
@@ -243,18 +289,16 @@ def _pinned(source: HostMemory, capacity: int, *, whatever: bool) -> SlabPool:
     return pool
 
 
-def _filled(pool: SlabPool, preallocate: bool) -> SlabPool:
-    capacity = pool.stats().capacity
-    if preallocate and capacity is not None:
+def _filled(pool: SlabPool, nbytes: int) -> SlabPool:
+    """The pool with so many bytes taken in advance, or with what there is."""
+    if nbytes:
         try:
-            pool.preallocate(capacity)
+            pool.preallocate(nbytes)
         except OutOfHostMemory as error:
             reserved = pool.stats().reserved
             if reserved == 0:
                 raise
-            _log.warning(
-                "the host pool has %s of %s: %s", format_bytes(reserved), format_bytes(capacity), str(error)
-            )
+            _log.warning("the host pool has %s of %s: %s", *map(format_bytes, (reserved, nbytes)), str(error))
     return pool
 
 

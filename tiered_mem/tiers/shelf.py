@@ -285,13 +285,8 @@ class FixedSlots:
 
     def more(self, advice: str) -> HostSlot:
         """Another slot of the host tier. Raises TierFull with the advice, as the tier knows only of activations."""
-        try:
-            with self._exclusive:
-                (slot,) = self._host.reserve([flat_form(self.nbytes)])
-        except TierFull as error:
-            raise TierFull(
-                "host", needed=error.needed, free=error.free, used=error.used, limit=error.limit, advice=advice
-            ) from None
+        with self._exclusive:
+            (slot,) = self._host.reserve([flat_form(self.nbytes)], advice)
         self.count += 1
         return slot
 

@@ -15,6 +15,7 @@ from ..device.device import Device, Event, Stream
 from ..device.transfer import CopyGroup, Direction, TransferEngine
 from ..policies.base import StepMeasured
 from ..sizes import format_bytes, format_seconds
+from .rates import CopySpan, rates
 from .records import (
     Copy,
     FileKind,
@@ -405,8 +406,8 @@ class _Times:
         self._positions = 0
         self._at: list[float] = []
         self._stalls: list[float] = []
-        self._seconds: dict[Direction, float] = {"offload": 0.0, "reload": 0.0}
-        self._nbytes: dict[Direction, int] = {"offload": 0, "reload": 0}
+        self._states = 0.0
+        self._copies: dict[Direction, list[CopySpan]] = {"offload": [], "reload": []}
         trace.observers.append(self._see)
 
     def position(self) -> None:
@@ -423,9 +424,9 @@ class _Times:
             max(0.0, end - begin - stall)
             for begin, end, stall in zip(self._at, self._at[1:], self._stalls, strict=False)
         ]
-        rates = [self._nbytes[way] / seconds if seconds > 0 else 0.0 for way, seconds in self._seconds.items()]
-        out, back = rates
-        return StepMeasured(self._step, compute, fsum(self._stalls), out, back, self._stalls[: len(compute)])
+        out, back, both = rates(*self._copies.values())
+        stalls, waits = fsum(self._stalls), self._stalls[: len(compute)]
+        return StepMeasured(self._step, compute, stalls, out, back, waits, self._states, both)
 
     def _see(self, record: TraceRecord) -> None:
         if isinstance(record, Mark) and record.of is self:
@@ -436,6 +437,6 @@ class _Times:
         match record:
             case Wait():
                 self._stalls[-1] += record.stall
+                self._states += record.stall if record.why == "states" else 0.0
             case Copy(direction, nbytes):
-                self._seconds[direction] += record.seconds
-                self._nbytes[direction] += nbytes
+                self._copies[direction].append(CopySpan(record.times[0], record.times[-1], nbytes))

@@ -1,0 +1,71 @@
+"""The link as steps show it, which is not always as it was measured before them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .profile import Link
+
+# Rates that differ by less are the same, as they are never quite equal. Of the share that each direction has beside
+# the other less is known, and less depends on it.
+_ALIKE = 0.03
+_SHARE_ALIKE = 0.15
+
+
+class Rates:
+    """The link that plans are made for.
+
+    Before the first step it is as it was measured, perhaps while no other rank copied. Steps show what it is beside
+    them. A figure that a step shows is taken over at once, until another step has shown the same. After that it
+    takes two measured steps in a row to change it, so that one odd step makes no plan, and is not followed by
+    another that undoes it.
+
+    link: as it is taken for now.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._out, self._back = _Figure(link.out, _ALIKE), _Figure(link.back, _ALIKE)
+        self._both = _Figure(link.both, _SHARE_ALIKE)
+
+    @property
+    def doubted(self) -> bool:
+        """Whether the last measured step has shown another link, and the next one decides."""
+        return any(each.doubted for each in (self._out, self._back, self._both))
+
+    def see(self, out: float, back: float, both: float) -> bool:
+        """A step was measured. Whether the link is taken for another one now.
+
+        out, back, both: as in a `Link`; 0 is not known.
+        """
+        pairs = ((self._out, out), (self._back, back), (self._both, both))
+        changed = [each.see(seen) for each, seen in pairs if seen]
+        self.link = replace(self.link, out=self._out.value, back=self._back.value, both=self._both.value)
+        return any(changed)
+
+
+class _Figure:
+    """What a figure is taken for. alike: by less than this part it is the same."""
+
+    def __init__(self, value: float, alike: float) -> None:
+        self.value = value
+        self._alike = alike
+        self._confirmed = False
+        self._other: float | None = None  # that the last step has shown in its place
+
+    @property
+    def doubted(self) -> bool:
+        return self._other is not None
+
+    def see(self, seen: float) -> bool:
+        if self._near(seen, self.value):
+            self._confirmed, self._other = True, None
+            return False
+        if self._confirmed and (self._other is None or not self._near(seen, self._other)):
+            self._other = seen
+            return False
+        self.value, self._confirmed, self._other = seen, self._other is not None, None
+        return True
+
+    def _near(self, one: float, other: float) -> bool:
+        return abs(one - other) <= self._alike * other

@@ -1,0 +1,153 @@
+"""What a plan answers at each event of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
+
+from ..base import Action, Fetch, Offload, Release, Reload, Spill
+from .profile import DiskPlan, Plan, Profile
+from .recording import Name, Recording, Script, StepNames
+
+_Step = tuple[type[Action], Name]
+
+
+@dataclass(eq=False)
+class Table:
+    """What to answer at each event of a step, by the events' names.
+
+    returns: the blocks that leave, in the order in which they come back. script,
+    recording: of a step that was played by it.
+    """
+
+    profile: Profile
+    plan: Plan
+    disk: DiskPlan | None
+    names: Sequence[Name]
+    blocks: Sequence[Name]
+    returns: Sequence[Name] = field(init=False)
+    script: Script | None = field(default=None, init=False)
+    recording: Recording | None = field(default=None, init=False)
+    _place: dict[Name, int] = field(init=False)
+    _number: dict[Name, int] = field(init=False)
+    # The bytes of the step's blocks and of all at each position, and of all from each block's reload to its use at
+    # most.
+    _own: Sequence[int] = field(init=False)
+    _memory: Sequence[int] = field(init=False)
+    _highest: Sequence[int] = field(init=False)
+    _reload: Mapping[int, int] = field(init=False)
+    _steps: dict[Name, list[_Step]] = field(init=False)
+    _position: dict[Name, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        steps: defaultdict[Name, list[_Step]] = defaultdict(list)
+        profile, plan = self.profile, self.plan
+        offload = profile.saved if self.disk is None else self.disk.offload
+        reload = plan.reload if self.disk is None else self.disk.reload
+        in_order = sorted(reload, key=lambda b: (reload[b], profile.used[b]))
+        for b in sorted(plan.release):
+            steps[self.names[offload[b]]].append((Offload, self.blocks[b]))
+        if self.disk is not None:
+            for b in sorted(self.disk.spill):
+                steps[self.names[offload[b]]].append((Spill, self.blocks[b]))
+        for b in sorted(plan.release, key=plan.release.__getitem__):
+            steps[self.names[plan.release[b]]].append((Release, self.blocks[b]))
+        if self.disk is not None:
+            for b, k in sorted(self.disk.fetch.items(), key=lambda item: reload[item[0]]):
+                steps[self.names[k]].append((Fetch, self.blocks[b]))
+        for b in in_order:
+            if reload[b] < profile.dropped[b]:
+                steps[self.names[reload[b]]].append((Reload, self.blocks[b]))
+        change = [0] * (len(profile.seconds) + 1)
+        for b, nbytes in enumerate(profile.nbytes):
+            change[profile.saved[b]] += nbytes
+            change[profile.dropped[b]] -= nbytes
+            if b in plan.release:
+                change[plan.release[b]] -= nbytes
+                change[reload[b]] += nbytes
+        own = list(accumulate(change))
+        self._own, self._memory = own, [*map(int.__add__, own, profile.unmovable), 0]
+        last = accumulate((profile.used[b] for b in in_order), max)
+        windows = zip((reload[b] for b in in_order), last, strict=True)
+        self._highest = _maxima(self._memory, windows)
+        self._reload = reload
+        self.returns = [self.blocks[b] for b in in_order]
+        self._place = {block: i for i, block in enumerate(self.returns)}
+        self._number = {block: b for b, block in enumerate(self.blocks)}
+        self._steps = dict(steps)
+        self._position = {name: k for k, name in enumerate(self.names)}
+
+    def actions(self, event: Name, names: StepNames) -> list[Action]:
+        """The actions at an event, about the blocks of this step that are alive or were."""
+        steps = self._steps.get(event, ())
+        return [kind(key) for kind, block in steps if (key := names.key(block)) is not None]
+
+    def place(self, block: Name | None) -> int:
+        """Where it stands among `returns`; what does not leave by the plan comes last."""
+        return len(self.returns) if block is None else self._place.get(block, len(self.returns))
+
+    def use(self, block: Name | None, after: Name) -> float:
+        """The position of a block's next use after an event; infinite where the plan has none.
+
+        Of uses beyond the first it knows only that they come before the block's end: it may be at once.
+        """
+        b = None if block is None else self._number.get(block)
+        if b is None:
+            return inf
+        use, end, now = self.profile.used[b], self.profile.dropped[b], self._position.get(after, 0)
+        return max(use, now) if max(use, now) < end else inf
+
+    def following(self, block: Name | None, count: int) -> Sequence[Name]:
+        """The next to come back after a block."""
+        first = self.place(block) + 1
+        return self.returns[first : first + count]
+
+    def knows(self, event: Name) -> bool:
+        """Whether an event is one of the plan's."""
+        return event in self._position
+
+    def beside(self, event: Name, others: int) -> int:
+        """The bytes beside blocks until the next event, where there are `others` now.
+
+        It is as much more than in the plan as it is now; for an event without a plan it stays as it is.
+        """
+        k = self._position.get(event)
+        return others if k is None else max(others, self.profile.unmovable[k] + self._more(k, others))
+
+    def needed(self, event: Name, others: int, block: Name | None, own: int) -> int:
+        """The most bytes of the device until the use of a block, if its reload is due and begins now.
+
+        own: the bytes of the step's blocks on the device, with this one; others: all else, at the event.
+        """
+        k = self._position.get(event)
+        b = None if block is None else self._number.get(block)
+        if k is None or b is None:
+            return own + others
+        # What is later than planned, or was not to leave, must only fit from here on.
+        on_time = b in self._reload and k <= self._reload[b]
+        until = self.profile.used[b] + 1
+        highest = self._highest[self.place(block)] if on_time else max(self._memory[k:until], default=0)
+        return max(own + others, highest + own - self._own[k] + self._more(k, others))
+
+    def _more(self, k: int, others: int) -> int:
+        return others - (self.profile.standing[k] if self.profile.standing else 0)
+
+
+def _maxima(values: Sequence[int], windows: Iterable[tuple[int, int]]) -> list[int]:
+    """The highest value from the first place to the second of each window. Both places never fall."""
+    found = []
+    highest: deque[int] = deque()  # places of falling values
+    seen = 0
+    for first, last in windows:
+        for place in range(max(seen, first), last + 1):
+            while highest and values[highest[-1]] <= values[place]:
+                highest.pop()
+            highest.append(place)
+        seen = max(seen, last + 1)
+        while highest[0] < first:
+            highest.popleft()
+        found.append(values[highest[0]])
+    return found
