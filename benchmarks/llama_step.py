@@ -108,15 +108,15 @@ def main() -> int:
 class Block(nn.Module):
     """A block of Llama's: attention with rotary positions, and a gated feed-forward network."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
-        self.heads = size.heads
-        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
-        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
-        self.projection = nn.Linear(size.width, size.width, bias=False)
-        self.gate = nn.Linear(size.width, size.hidden, bias=False)
-        self.up = nn.Linear(size.width, size.hidden, bias=False)
-        self.down = nn.Linear(size.hidden, size.width, bias=False)
+        self.heads = heads
+        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: (batch, context, width). cos, sin: (context, width of a head)."""
@@ -131,6 +131,13 @@ class Block(nn.Module):
         return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
 
+def rotary(context: int, depth: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `turned`, each of shape (context, depth), where depth is the width of a head."""
+    speeds = 10_000.0 ** -(torch.arange(0, depth, 2) / depth)
+    angles = torch.outer(torch.arange(context), speeds).repeat(1, 2)
+    return angles.cos().bfloat16().to(kind), angles.sin().bfloat16().to(kind)
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
@@ -142,10 +149,7 @@ class Training:
     def __init__(self, kind: str, size: Size, steps: int) -> None:
         self._kind, self._size, self._steps = kind, size, steps
         self._device: Any = None if kind == "cpu" else getattr(torch, kind)
-        depth = size.width // size.heads
-        speeds = 10_000.0 ** -(torch.arange(0, depth, 2) / depth)
-        angles = torch.outer(torch.arange(size.context), speeds).repeat(1, 2)
-        self._turn = [each.bfloat16().to(kind) for each in (angles.cos(), angles.sin())]
+        self._turn = rotary(size.context, size.width // size.heads, kind)
         generator = torch.Generator().manual_seed(1)
         shape = (size.batch, size.context, size.width)
         self._x = torch.randn(shape, generator=generator).bfloat16().to(kind)
@@ -171,8 +175,11 @@ class Training:
 
     def _start(self) -> tuple[nn.ModuleList, Any]:
         torch.manual_seed(0)
-        blocks = nn.ModuleList(Block(self._size) for _ in range(self._size.layers)).bfloat16().to(self._kind)
+        blocks = nn.ModuleList(self._block() for _ in range(self._size.layers)).bfloat16().to(self._kind)
         return blocks, torch.optim.AdamW(blocks.parameters(), lr=1e-4, fused=self._kind != "npu")
+
+    def _block(self) -> Block:
+        return Block(self._size.width, self._size.heads, self._size.hidden)
 
     def _measured(
         self,

@@ -42,7 +42,7 @@ from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
 from tiered_mem.policies.base import How
 
-from .gpt_step import GptStep, add_options
+from .checked_step import GptStep, add_options
 
 TARGET = 25  # us
 

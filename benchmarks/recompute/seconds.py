@@ -1,11 +1,12 @@
 """policy="auto" beside torch's checkpoint within the same budget, in this machine's own time.
 
     python -m ascend_emulator --h2d 1GB/s --d2h 1GB/s -m benchmarks.recompute.seconds
+    python -m benchmarks.recompute.seconds --llama --width 4096 --context 4096 --batch 4 --host-bytes 32GiB
 
-The demo's GPT is to train within a share of what its plain step takes. "best" is torch's checkpoint, whole or
-selective, around as few of the first layers as keep the budget. All go on with one model and one optimizer, in
-rounds in which each makes a step; nobody always follows the same one. The learning rate is 0, so that all gradients
-have to be the plain step's, bit for bit.
+The demo's GPT, or blocks of Llama's, train within a share of what the plain step takes. "best" is torch's checkpoint,
+whole or selective, around as few of the first layers as keep the budget. All go on with one model and one
+optimizer, in rounds in which each makes a step; nobody always follows the same one. The learning rate is 0, so that
+all gradients have to be the plain step's, bit for bit.
 
 Exits with 1 where gradients are wrong, or auto passes its budget. Times are told and not judged.
 """
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -36,9 +38,10 @@ from benchmarks.peak import Peak
 from examples.devices import emulated, find_device
 from tiered_mem import TieringManager
 
-from .gpt_step import GptStep, add_options
+from .checked_step import GptStep, LlamaStep, add_options
 
 MIB = 1 << 20
+SIZES = ("layers", "width", "context", "batch")
 SETTLED = 15  # steps after which policy="auto" has its plan and goes by it
 
 
@@ -46,6 +49,9 @@ def main() -> int:
     options = parse()
     kind = find_device("-m benchmarks.recompute.seconds")
     console = Console(width=None if sys.stdout.isatty() else 100)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS need not repeat itself
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time, and nothing here reads such memory
     training = Training(kind, options)
     budget = int(options.budget * training.plain_peak)
     with ExitStack() as stack:
@@ -66,24 +72,25 @@ def main() -> int:
     console.print(f"device: {device}{emulated()}; medians of {options.rounds} rounds")
     if options.json is not None:
         rows = [asdict(each, dict_factory=_figures) for each in contenders]
-        result = {"device": device, "emulated": bool(emulated()), "budget": budget, "rows": rows}
+        sizes = {name: getattr(options, name) for name in ("llama", *SIZES)}
+        result = {"device": device, "emulated": bool(emulated()), **sizes, "budget": budget, "rows": rows}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if auto.peak <= budget and all(each.right for each in contenders) else 1
 
 
 class Training:
-    """The GPT and AdamW, whose states are on the device.
+    """The model and AdamW, whose states are on the device.
 
     plain_peak: bytes of a plain step.
     """
 
     def __init__(self, kind: str, options: argparse.Namespace) -> None:
         self._device = getattr(torch, kind)
-        sizes = {name: getattr(options, name) for name in ("layers", "width", "context", "batch")}
-        self.gpt = GptStep(kind, **sizes)
-        self._optimizer = torch.optim.AdamW(self.gpt.model.parameters(), lr=0.0)
+        sizes = {name: getattr(options, name) for name in SIZES}
+        self.checked = LlamaStep(kind, **sizes) if options.llama else GptStep(kind, **sizes)
+        self._optimizer = torch.optim.AdamW(self.checked.model.parameters(), lr=0.0)
         self.run(contextlib.nullcontext())
-        self.gpt.remember()
+        self.checked.remember()
         self.plain_peak = self.run(contextlib.nullcontext())[1]
 
     def run(self, context: AbstractContextManager[object]) -> tuple[float, int]:
@@ -96,7 +103,7 @@ class Training:
             peak = Peak(self._device)
             began = time.perf_counter()
             with context:
-                loss = self.gpt.forward()
+                loss = self.checked.forward()
             loss.backward()
             self._optimizer.step()
             self._device.synchronize()
@@ -123,13 +130,13 @@ class Contender:
         seconds, peak = training.run(self.around())
         self.seconds.append(seconds)
         self.peak = max(self.peak, peak)
-        self.right = self.right and training.gpt.is_right()
+        self.right = self.right and training.checked.is_right()
 
 
 def everyone(
     training: Training, budget: int, kind: str, options: argparse.Namespace, stack: ExitStack, console: Console
 ) -> Iterator[Contender]:
-    layers = list(training.gpt.model.layers)
+    layers = list(training.checked.model.layers)
     yield Contender("plain", contextlib.nullcontext)
     for name, recompute in (("auto", "auto"), ("auto, moving only", False)):
         manager = TieringManager(
@@ -140,7 +147,7 @@ def everyone(
             preallocate=False,
             recompute=recompute,
         )
-        context = stack.enter_context(manager).offload_context(training.gpt.model)
+        context = stack.enter_context(manager).offload_context(training.checked.model)
         yield Contender(name, lambda context=context: context, SETTLED)
     yield Contender("checkpoint, all", lambda: checkpointed(layers, "full"))
     kinds: tuple[tuple[str, Kept], ...] = (("checkpoint", "full"), ("selective", "selective"))
@@ -153,7 +160,7 @@ def everyone(
 
 def fewest(training: Training, kept: Kept, budget: int) -> int | None:
     """How many of the first layers have to be checkpointed for the budget; None where all are not enough."""
-    layers = list(training.gpt.model.layers)
+    layers = list(training.checked.model.layers)
     for k in range(1, len(layers) + 1):
         if training.run(checkpointed(layers[:k], kept))[1] <= budget:
             return k
@@ -193,6 +200,7 @@ def _figures(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, width=192, context=256, batch=8)
+    parser.add_argument("--llama", action="store_true", help="blocks of Llama's in bfloat16 in place of the GPT")
     parser.add_argument("--budget", type=float, default=0.6, help="as a share of the plain step's peak")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--host-bytes", default="2GiB")
