@@ -79,7 +79,7 @@ class Run:
 def main() -> int:
     options = parse()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time, and nothing here reads such memory
     size = SMALL if options.small else FULL
     training = Training(options.device, size, options.steps)

@@ -3,10 +3,10 @@
     python -m ascend_emulator --h2d 1GB/s --d2h 1GB/s -m benchmarks.recompute.seconds
     python -m benchmarks.recompute.seconds --llama --width 4096 --context 4096 --batch 4 --host-bytes 32GiB
 
-The demo's GPT, or blocks of Llama's, train within a share of what the plain step takes. "best" is torch's checkpoint,
-whole or selective, around as few of the first layers as keep the budget. All go on with one model and one
-optimizer, in rounds in which each makes a step; nobody always follows the same one. The learning rate is 0, so that
-all gradients have to be the plain step's, bit for bit.
+The demo's GPT, or blocks of Llama's, train within a share of what the plain step takes. "best" is torch's
+checkpoint, whole or selective, around as few of the first layers as keep the budget. All go on with one model and
+one optimizer, in rounds in which each makes a step; nobody always follows the same one. The learning rate is 0, so
+that all gradients have to be the plain step's, bit for bit.
 
 Exits with 1 where gradients are wrong, or auto passes its budget. Times are told and not judged.
 """
@@ -50,7 +50,7 @@ def main() -> int:
     kind = find_device("-m benchmarks.recompute.seconds")
     console = Console(width=None if sys.stdout.isatty() else 100)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS need not repeat itself
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time, and nothing here reads such memory
     training = Training(kind, options)
     budget = int(options.budget * training.plain_peak)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -584,6 +584,54 @@ def test_attention_comes_again(how: Any, device: str) -> None:
             assert same(gradients(model, x, lambda: context), right)
             junk = [torch.full((1,), number) for number in range(100)]  # what the next ones find in memory
             del junk
+        assert all(each.excluded is None for each in manager._contexts._recomputer._kinds.values())
+
+
+class Fused(nn.Module):
+    """Attention as cuDNN has it: its seed lies on the device, and is whatever was there."""
+
+    def __init__(self, attend: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.attend = attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attend(self.inner(x))[0].sin()
+
+
+@pytest.fixture(scope="module")
+def squares() -> Iterator[Callable[[torch.Tensor], Any]]:
+    found = itertools.count()
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * x, torch.full((), next(found), dtype=torch.int64, device=x.device)
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], output[1])
+
+    def backward(ctx: Any, grad: torch.Tensor, _: object) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+    with torch.library._scoped_library("tiered_mem_tests", "DEF") as library:
+        library.define("fused_attention(Tensor query) -> (Tensor output, Tensor philox_seed)")
+        library.impl("fused_attention", forward, "CompositeExplicitAutograd")
+        torch.library.register_autograd(
+            "tiered_mem_tests::fused_attention", backward, setup_context=save, lib=library
+        )
+        yield torch.ops.tiered_mem_tests.fused_attention
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_blank_seed_on_the_device_need_not_come_again(
+    how: Any, device: str, squares: Callable[[torch.Tensor], Any]
+) -> None:
+    model = Of(lambda: Fused(squares)).to(device)
+    x = torch.randn(8, 64).to(device)
+    right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        for _ in range(STEPS):
+            assert same(gradients(model, x, lambda: context), right)
         assert all(each.excluded is None for each in manager._contexts._recomputer._kinds.values())
 
 

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -28,6 +29,9 @@ def work(options: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     races = options.device == "npu"
+    if options.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS need not repeat itself
+        torch.use_deterministic_algorithms(True, warn_only=True)
     gc.collect()
     gc.disable()
     gc.freeze()

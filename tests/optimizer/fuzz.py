@@ -31,9 +31,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="how long to try")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="the one case to make again")
-    parser.add_argument("--device", choices=("cpu", "npu"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "npu", "cuda"), default="cpu")
     arguments = parser.parse_args()
-    if arguments.device == "cpu":
+    if arguments.device != "npu":
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # or torch would load the NPU's backend
     from tests.optimizer.fuzz_case import check, draw
 

@@ -79,7 +79,7 @@ class Watch(DispatchMode):
         drew = not all(map(torch.equal, before, _random_states(devices)))
         tensors = tensors_among(tree_leaves(result))
         if not drew:
-            self.unwritten += _numbers_of_a_draw(tensors)
+            self.unwritten += _numbers_of_a_draw(func, result)
         if self._save is None:
             if not drew:
                 self._returned += [(_memory_of(each), each.nbytes, self._saves) for each in tensors]
@@ -233,6 +233,8 @@ Save = Callable[[torch.Tensor], Loads]
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 # Products, attention and convolutions, by the names that torch and the backends' packages give them.
 _DEAR = re.compile(r"attention|matmul|linear$|convolution|(^|_)conv|(^|_)(mm|bmm|mv|addmm|addbmm|baddbmm|addmv)$")
+# By what attention's kernels have drawn for dropout: as aten's operators name what they return.
+_DRAWN = frozenset({"philox_offset", "philox_seed", "rng_state", "unused"})
 WITHOUT_CHECKPOINT = (
     "Without that (gradient_checkpointing=False in transformers and TRL; docs/frameworks has the others) it is "
     "treated as the policy finds best"
@@ -254,11 +256,23 @@ def _memory_of(tensor: torch.Tensor) -> Callable[[], torch.UntypedStorage | None
     return lambda: None
 
 
-def _numbers_of_a_draw(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The seed and the offset that torch_npu's attention returns on the host: blank without dropout."""
-    if all(each.device.type == "cpu" for each in results):
+def _numbers_of_a_draw(func: Any, result: Any) -> list[torch.Tensor]:
+    """The seed and the offset that attention returns: blank without dropout.
+
+    aten's have these names, on the host or the device, as the kernel wants them. torch_npu's have none, and lie on
+    the host.
+    """
+    tensors = tensors_among(tree_leaves(result))
+    on_host = [each for each in tensors if each.device.type == "cpu" and each.dtype is torch.int64]
+    return _of_names(func, result) + (on_host if any(each.device.type != "cpu" for each in tensors) else [])
+
+
+def _of_names(func: Any, result: Any) -> list[torch.Tensor]:
+    returns = func._schema.returns
+    results = result if isinstance(result, tuple) else (result,)
+    if len(results) != len(returns):
         return []
-    return [each for each in results if each.device.type == "cpu" and each.dtype is torch.int64]
+    return tensors_among(each for each, of in zip(results, returns, strict=True) if of.name in _DRAWN)
 
 
 def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
