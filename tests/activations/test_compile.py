@@ -138,7 +138,9 @@ def test_a_whole_model_that_was_compiled_before(
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_one_graph_of_a_whole_model_is_refused(attached: bool, device: str, make_manager: MakeManager) -> None:
+def test_one_graph_of_a_whole_model_is_refused(
+    attached: bool, device: str, make_manager: MakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
     """And the model runs, once it is compiled as it should be."""
     model, x = small_stack(2, device)
     expected = backward(model(x), model, x)
@@ -147,6 +149,10 @@ def test_one_graph_of_a_whole_model_is_refused(attached: bool, device: str, make
     if attached:
         manager.attach(model, min_bytes=1)
         offload = nullcontext()
+    if attached and torch.__version__ < (2, 12):
+        whole(model, backend="eager", fullgraph=True)(x)
+        assert "none of the layers was called, and nothing moves" in caplog.text
+        return  # such a graph leaves hooks out
     refused = pytest.raises(Unsupported, match="tiered_mem moves tensors here: compile the layers, not the model")
     with refused, offload:
         whole(model, backend="eager", fullgraph=True)(x)

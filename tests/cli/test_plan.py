@@ -10,6 +10,7 @@ import pytest
 
 from emulator.tests.launch import run
 from tests.cli.conftest import Command
+from tests.conftest import KIND
 from tests.manager.test_report import TRAIN
 from tiered_mem.cli import plan as verb
 
@@ -59,6 +60,7 @@ def test_what_is_not_installed_is_said_with_how_to_get_it(
     ] in done.err
 
 
+@pytest.mark.skipif(KIND != "npu", reason="it runs on the emulated NPU, which need not be installed")
 def test_a_wrong_script_or_chip_is_found_before_anything_starts(command: Command, tmp_path: Path) -> None:
     script, wrong = tmp_path / "train.py", tmp_path / "wrong.py"
     script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")

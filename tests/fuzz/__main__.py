@@ -2,9 +2,10 @@
 
 Each case is a random layered model, something to do with it, and one or two managers with random policies, budgets
 and options. It runs twice without tiering and then with it, on the CPU and on the emulated NPU, there with the race
-detector and in all schedules. With --device cuda, and emulator/ on PYTHONPATH, it runs on a GPU. A case that plain
-torch does not run, or not the same twice, is left out and counted. A finding is shown with the command that runs the
-same case again, and makes the exit code 1.
+detector and in all schedules. With --device cuda, and emulator/ on PYTHONPATH, it runs on a GPU.
+
+A case that plain torch does not run, or not the same twice, is left out and counted. A finding is shown with the
+command that runs the same case again, and makes the exit code 1.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def test_arguments(device: str, device_module: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"device_budget and slowdown are for policy='auto'"):
         TieringManager(policy=LayerOrderPolicy(), device=device, device_budget="1GiB")
     with pytest.raises(
-        ValueError, match=r"the device has 4\.0 GiB, of which this process can use .*: give at most that"
+        ValueError, match=r"the device has [0-9.]+ GiB, of which this process can use .*: give at most that"
     ):
         TieringManager(policy="auto", device=device, device_budget="1TiB", host_bytes="8MiB")
 

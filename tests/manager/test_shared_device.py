@@ -98,7 +98,7 @@ def test_what_the_host_cannot_hold_goes_to_disk(device: str, tmp_path: Path) -> 
 
 
 def test_the_plan_hears_of_states_that_cross_the_link_in_backward(device: str) -> None:
-    policy = PlannedPolicy("64MiB", planning.Link(1e9, 1e9))
+    policy = PlannedPolicy("256MiB", planning.Link(1e9, 1e9))
     share = policy.states
     with TieringManager(policy=policy, device=device, host_bytes="32MiB") as manager:
         (always, _), (sometimes, _) = make(device), make(device)

@@ -199,8 +199,8 @@ def test_states_of_dtensors_are_dtensors(
     results = []
     for each in (None, residency):
         torch.manual_seed(0)
-        locals_ = [torch.randn(6, 4).to(device), torch.randn(0, 3).to(device), torch.randn(5).to(device)]
-        params = [torch.nn.Parameter(DTensor.from_local(local, mesh, [placement])) for local in locals_]
+        parts = [torch.randn(6, 4).to(device), torch.randn(0, 3).to(device), torch.randn(5).to(device)]
+        params = [torch.nn.Parameter(DTensor.from_local(part, mesh, [placement])) for part in parts]
         optimizer: Optimizer = torch.optim.AdamW(params, lr=1e-2)
         if each is not None:
             optimizer = make_tiered(optimizer, residency=each)

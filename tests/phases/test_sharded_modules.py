@@ -288,6 +288,8 @@ def test_an_offload_in_the_middle_of_a_forward_is_refused(
     hook.remove()
     with pytest.raises(OffloadRefused, match=r"reset_iter_state\(\)"):
         manager.offload(sharded)
+    if not hasattr(sharded, "reset_iter_state"):
+        return  # torch 2.11 has none, and the error says to make the model anew
     sharded.reset_iter_state()
     manager.offload(sharded)
     manager.reload(sharded)

@@ -218,7 +218,7 @@ class ForwardPass:
             elif (nbytes := tensor.nbytes) < self._min_bytes:
                 if type(tensor._base) is not torch.nn.Parameter:
                     small = self._small
-                    small.count += 1
+                    small.count += nbytes > 0
                     small.nbytes += nbytes
             elif self._movable.moves(tensor, self._weights):
                 if layer is None:

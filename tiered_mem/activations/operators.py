@@ -16,6 +16,7 @@ from ..device.torch_private import (
     changes_arguments,
     deeper_autocast,
     less_deep_autocast,
+    returns_of,
     storage_id,
     tree_flatten,
     tree_leaves,
@@ -259,20 +260,13 @@ def _memory_of(tensor: torch.Tensor) -> Callable[[], torch.UntypedStorage | None
 def _numbers_of_a_draw(func: Any, result: Any) -> list[torch.Tensor]:
     """The seed and the offset that attention returns: blank without dropout.
 
-    aten's have these names, on the host or the device, as the kernel wants them. torch_npu's have none, and lie on
-    the host.
+    aten's have these names, and lie where the kernel wants them. torch_npu's have none, and lie on the host.
     """
+    results = result if isinstance(result, tuple) else (result,)
+    named = [each for each, of in zip(results, returns_of(func), strict=False) if of.name in _DRAWN]
     tensors = tensors_among(tree_leaves(result))
     on_host = [each for each in tensors if each.device.type == "cpu" and each.dtype is torch.int64]
-    return _of_names(func, result) + (on_host if any(each.device.type != "cpu" for each in tensors) else [])
-
-
-def _of_names(func: Any, result: Any) -> list[torch.Tensor]:
-    returns = func._schema.returns
-    results = result if isinstance(result, tuple) else (result,)
-    if len(results) != len(returns):
-        return []
-    return tensors_among(each for each, of in zip(results, returns, strict=True) if of.name in _DRAWN)
+    return tensors_among(named) + (on_host if any(each.device.type != "cpu" for each in tensors) else [])
 
 
 def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:

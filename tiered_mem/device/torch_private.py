@@ -7,7 +7,7 @@ each tensor that is saved, and an alias calls nothing in Python.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +55,10 @@ TRILINEAR: Any = _found("ops.aten._trilinear").default
 # Whether an operator changes what it is called with.
 _found("ops.aten.add_.Tensor._schema.is_mutable")
 changes_arguments: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+
+# What an operator returns, each with its name or None.
+_found("ops.aten.add_.Tensor._schema.returns")
+returns_of: Callable[[Any], Sequence[Any]] = attrgetter("_schema.returns")
 
 # The hooks for saved tensors of this thread.
 top_saving_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _found(

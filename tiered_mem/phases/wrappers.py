@@ -11,6 +11,9 @@ from ..device.torch_private import ShardedGroup, ShardedParameter, sharded_group
 from ..errors import OffloadRefused
 from .placeholder import away
 
+_RESET = "call reset_iter_state() of the FSDP2 root first"
+_MAKE_ANEW = "make the model anew, as FSDP2 of this torch has no reset_iter_state()"
+
 
 class Wrappers:
     """The wrappers in a module, and what they keep beside its parameters.
@@ -39,9 +42,10 @@ class Wrappers:
         """Raises OffloadRefused where a wrapper needs its parameters now, or has gradients of its own."""
         for name, group in self._groups:
             if group.busy:
+                can_reset = any(hasattr(each, "reset_iter_state") for each in self.modules)
                 raise OffloadRefused(
                     f"{name} cannot be offloaded: its forward or backward under FSDP2 is under way, or ended with "
-                    "an error. After an error call reset_iter_state() of the FSDP2 root first"
+                    f"an error. After an error {_RESET if can_reset else _MAKE_ANEW}"
                 )
             if gradients and group.unreduced:
                 raise OffloadRefused(
