@@ -127,6 +127,7 @@ def test_lengths_that_change_keep_the_budget(
 def test_what_the_host_cannot_hold_goes_to_disk_by_plan(
     device: str, plain: tuple[list[float], int, int], share: float, link: Link, tmp_path: Path
 ) -> None:
+    """What is computed again depends on measured times, and does not move: here nothing is."""
     losses, peak, floor = plain
     budget = int(floor + 0.45 * (peak - floor))
     link("1GB/s")
@@ -136,7 +137,7 @@ def test_what_the_host_cannot_hold_goes_to_disk_by_plan(
         disk = {} if folder is None else {"spill_dir": folder, "spill_bytes": "64MiB"}
         with (
             TieringManager(
-                policy="auto", device_budget=budget, device=device, host_bytes=host_bytes, **disk
+                policy="auto", device_budget=budget, recompute=False, device=device, host_bytes=host_bytes, **disk
             ) as manager,
             manager.attach(model, min_bytes=4096),
         ):
