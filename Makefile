@@ -94,6 +94,12 @@ pictures: setup ## draws README's pictures into docs/pictures, from dry runs: a 
 silicon: ## all that a machine with a device can tell, in nine minutes
 	$(PYTHON) -m benchmarks.silicon --device $(DEVICE) $(if $(SMALL),--small)
 
+matrix: ## the tests with TORCH=2.12 and PYTHON=python3.12, in a folder of their own: half an hour
+	@python3 -m benchmarks.matrix --torch $(TORCH) --python $(PYTHON)
+
+versions-page: ## docs/versions.md, of the files of make matrix in benchmarks/results/versions/
+	python3 -m benchmarks.versions_page
+
 hardware-page: ## docs/hardware.md, of the files of tiered-mem check in benchmarks/results/hardware/
 	$(PYTHON) -m benchmarks.hardware_page
 
@@ -135,4 +141,4 @@ clean: ## deletes .venv, the site and the compiled emulator
 	rm -rf $(VENV) build/docs build/site
 
 .PHONY: help setup emulator compiler demo test test-schedules test-integrations models test-models mutants lint docs bench \
-        pictures silicon hardware-page clean
+        pictures silicon matrix versions-page hardware-page clean

@@ -21,7 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
+    if not hasattr(config, "workerinput"):  # xdist's workers tell the process that has begun them
+        config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
 
 
 class _Outcomes:

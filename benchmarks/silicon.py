@@ -201,10 +201,12 @@ def why_not(part: Part, kind: str) -> str:
     return f"not installed here: {', '.join(missing)}" if missing else ""
 
 
-def status_of(command: Sequence[str], environment: dict[str, str], limit: float, log: int) -> int | None:
+def status_of(
+    command: Sequence[str], environment: dict[str, str], limit: float, log: int, folder: Path = ROOT
+) -> int | None:
     """The exit status of a process; None if it did not end in time. Nothing that it started is left."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
         return process.wait(limit)

@@ -11,9 +11,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NoReturn
 
+from ascend_emulator.libraries import kernels_library, watch_library
 from ascend_emulator.options import Options
 from ascend_emulator.races import name_places
-from ascend_emulator.runtime import KERNELS, WATCH, runtime
+from ascend_emulator.runtime import runtime
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -42,7 +43,7 @@ class _TorchNpuLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         _import_torch()
         # Linked with libtorch_cpu, which is there only now.
-        ctypes.CDLL(str(KERNELS), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(kernels_library()), mode=ctypes.RTLD_GLOBAL)
         with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints a warning; stdout is the script's
             self._loader.exec_module(module)
         # These import torch, which start() must precede.
@@ -53,13 +54,13 @@ class _TorchNpuLoader(Loader):
         install(DryRun(options.dry_value, options.dry_routing == "uniform") if options.dry else None)
         _refuse_what_is_not_emulated(module)
         if options.host_operators:
-            ctypes.CDLL(str(WATCH)).ascend_emulator_watch_operators()
+            ctypes.CDLL(str(watch_library())).ascend_emulator_watch_operators()
         if runtime().ascend_emulator_watches_races():
             self._watch(module)
 
     def _watch(self, module: ModuleType) -> None:
         """Shows the race detector what the runtime does not see: torch's allocator, and CPU operators."""
-        watch = ctypes.CDLL(str(WATCH))
+        watch = ctypes.CDLL(str(watch_library()))
         watch.ascend_emulator_watch_host_operators()
         module.npu._lazy_call(watch.ascend_emulator_watch_allocator)  # there is no allocator before
         name_places()

@@ -1,11 +1,31 @@
-"""For pytest: with the race detector on, a test that causes a race fails."""
+"""For pytest: `--ascend` starts the device, and with the race detector on, a test that causes a race fails."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from ascend_emulator.errors import EmulatorError
 from ascend_emulator.races import clear_races, races
 from ascend_emulator.runtime import is_running, runtime
+from ascend_emulator.startup import start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("ascend_emulator").addoption(
+        "--ascend",
+        action="store_true",
+        help="start the emulated NPU before the tests and their conftest.py are imported; its options are the "
+        "environment's, such as ASCEND_EMULATOR_RACES=1",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    if early_config.known_args_namespace.ascend:
+        try:
+            start()
+        except EmulatorError as error:
+            raise pytest.UsageError(f"--ascend: {error}") from None
 
 
 @pytest.fixture(autouse=True)

@@ -2,19 +2,15 @@
 
 import ctypes
 import os
-from pathlib import Path
 
 from ascend_emulator.errors import EmulatorError
-
-LIBRARIES = Path(__file__).parent / "lib"
-KERNELS = LIBRARIES / "libopapi.so"
-WATCH = LIBRARIES / "libwatch.so"
+from ascend_emulator.libraries import runtime_library
 
 
 def runtime() -> ctypes.CDLL:
     """The runtime that start() has loaded. Raises EmulatorError where there is none."""
     try:
-        return ctypes.CDLL(str(LIBRARIES / "libascendcl.so"), mode=os.RTLD_NOLOAD)
+        return ctypes.CDLL(str(runtime_library()), mode=os.RTLD_NOLOAD)
     except OSError:
         raise EmulatorError("this process has no emulated device; call ascend_emulator.start() first") from None
 

@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -13,12 +14,16 @@ from ascend_emulator.errors import EmulatorError
 from ascend_emulator.faults import Fault, clear_faults, inject
 from ascend_emulator.hardware import real_cann
 from ascend_emulator.imports import TorchNpuFinder
+from ascend_emulator.libraries import compile_missing, libraries_of_the_runtime
 from ascend_emulator.options import Options, parse_bytes, parse_limit, parse_rate
 from ascend_emulator.races import races as races_found
-from ascend_emulator.runtime import KERNELS, LIBRARIES, WATCH, runtime
+from ascend_emulator.runtime import runtime
 from ascend_emulator.timeline import write_trace
 
-KNOWN_TORCH_NPU = ("2.13.0",)
+# Of these all releases, with what is built or published after one.
+KNOWN_TORCH_NPU = ("2.11", "2.13")
+# The first whose allocator tells what it takes back.
+_RACES_SINCE = "2.13"
 # A folder for PYTHONPATH.
 CHILD = Path(__file__).parent / "child"
 # The process whose options are in the environment. Without this variable a child is left alone.
@@ -124,8 +129,8 @@ def _begin(options: Options) -> None:
             f"this machine has a real CANN ({cann}); run the script without the emulator, or force it with "
             "--over-real-cann (over_real_cann=True)"
         )
-    _check_torch_npu()
-    libraries = _libraries()
+    _check_torch_npu(races=options.races)
+    compile_missing()
     os.environ.update(options.environment())
     if options.races or options.schedule == "random" or options.devices > 1 or options.clock:
         # torch_npu then issues kernels on the thread that asked for them, and not on a thread for each device. So a
@@ -133,7 +138,8 @@ def _begin(options: Options) -> None:
         # order, and no device is told to wait for another one's event before that is recorded, or after it is
         # destroyed.
         os.environ["TASK_QUEUE_ENABLE"] = "0"
-    for path in libraries:
+    for path in libraries_of_the_runtime():
+        # By its full path: torch_npu, which asks for it by its bare name, is then given this one.
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     clear_faults()
     for fault in options.faults:
@@ -148,29 +154,22 @@ def _begin(options: Options) -> None:
         sys.meta_path.insert(0, TorchNpuFinder())
 
 
-def _check_torch_npu() -> None:
+def _check_torch_npu(*, races: bool) -> None:
     try:
         installed = version("torch_npu")
     except PackageNotFoundError:
         raise EmulatorError("torch_npu is not installed; pip install 'torch_npu==2.13.*'") from None
-    if installed.split("+")[0] not in KNOWN_TORCH_NPU:
+    release = re.match(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+.*)?$", installed)
+    if release is None or release[1] not in KNOWN_TORCH_NPU:
         raise EmulatorError(
             f"torch_npu {installed} is not a version that this emulator knows ({', '.join(KNOWN_TORCH_NPU)}); "
             "pip install 'torch_npu==2.13.*'"
         )
-
-
-def _libraries() -> list[Path]:
-    """The runtime's, to be loaded by their full paths: torch_npu, which asks by bare name, is then given these."""
-    names = (
-        *("ascendcl", "hccl", "hcomm", "ge_runner", "graph"),
-        *("acl_tdt_channel", "acl_op_compiler", "mspti", "ascend_hal"),
-    )
-    libraries = [LIBRARIES / f"lib{name}.so" for name in names]
-    for path in (*libraries, KERNELS, WATCH):
-        if not path.exists():
-            raise EmulatorError(f"{path} is not built; run `make -C {LIBRARIES.parent.parent}`")
-    return libraries
+    if races and KNOWN_TORCH_NPU.index(release[1]) < KNOWN_TORCH_NPU.index(_RACES_SINCE):
+        raise EmulatorError(
+            f"the race detector needs torch_npu {_RACES_SINCE} or newer, whose allocator tells what it takes back, "
+            f"and this is {installed}: leave races out"
+        )
 
 
 def _hand_on_to_children() -> None:

@@ -53,6 +53,9 @@ UNSUPPORTED(rtFunctionRegister)
 UNSUPPORTED(rtGetC2cCtrlAddr)
 UNSUPPORTED(rtKernelLaunch)
 
+// The ranks of one process, for which torch_npu 2.9 is linked with it.
+UNSUPPORTED(HcclCommInitAll)
+
 // Dumps.
 UNSUPPORTED(aclmdlInitDump)
 UNSUPPORTED(aclmdlSetDump)

@@ -105,18 +105,27 @@ def test_a_real_npu_is_used_plainly_where_that_is_wished(tmp_path: Path, fake_ca
     assert done.stderr == "ascend_emulator: this machine has an accelerator, which is used as it is\n"
 
 
-@pytest.mark.parametrize("version", ["9.9.9", "2.13.0rc1", "2.12.0"])
+@pytest.mark.parametrize("version", ["9.9.9", "2.13.0rc1", "2.8.0"])
 def test_an_unknown_torch_npu_is_refused(tmp_path: Path, version: str) -> None:
     fake_torch_npu(tmp_path, version)
     done = run(*EMULATOR, write_script(tmp_path, REPORT), cwd=tmp_path, pythonpath=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"torch_npu {version} is not a version that this emulator knows (2.13.0)" in done.stderr
+    assert f"torch_npu {version} is not a version that this emulator knows (2.11, " in done.stderr
 
 
-def test_a_build_of_a_known_torch_npu_is_known(tmp_path: Path) -> None:
-    fake_torch_npu(tmp_path, "2.13.0+gitabc123")
+@pytest.mark.parametrize("version", ["2.13.0+gitabc123", "2.11.0.post2"])
+def test_a_build_of_a_known_torch_npu_is_known(tmp_path: Path, version: str) -> None:
+    fake_torch_npu(tmp_path, version)
     done = run(*EMULATOR, write_script(tmp_path, REPORT), cwd=tmp_path, pythonpath=tmp_path)
     assert done.stdout == "emulated\n", done.stderr
+
+
+def test_races_need_an_allocator_that_tells(tmp_path: Path) -> None:
+    fake_torch_npu(tmp_path, "2.11.0")
+    script = write_script(tmp_path, REPORT)
+    done = run(*EMULATOR, "--races", script, cwd=tmp_path, pythonpath=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the race detector needs torch_npu 2.13 or newer" in done.stderr
 
 
 def test_a_missing_torch_npu_is_told(tmp_path: Path) -> None:

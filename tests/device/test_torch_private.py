@@ -94,6 +94,25 @@ def test_a_torch_that_lacks_one_is_refused(gone: str) -> None:
 
 
 @of_another_process
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.8.0+cu126", "ImportError: torch 2.8.0+cu126 is too old for tiered_mem: pip install 'torch>=2.9'\n"),
+        ("2.9.0", ""),
+        ("2.15.2", ""),
+        ("2.16.0a0", "torch 2.16.0a0 is newer than any that tiered_mem was tried with"),
+        ("3.0.0", "torch 3.0.0 is newer than any that tiered_mem was tried with"),
+    ],
+)
+def test_a_version_that_was_not_tried_is_told(version: str, said: str) -> None:
+    code = f"import torch; torch.__version__ = torch.torch_version.TorchVersion({version!r})"
+    code += "; import tiered_mem; tiered_mem.TieringManager"
+    done = run("-c", code, cwd=ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert said in done.stderr if said else done.stderr == ""
+    assert (done.returncode == 0) is ("ImportError" not in said)
+
+
+@of_another_process
 def test_a_hook_dictionary_that_is_missing_is_found() -> None:
     code = (
         "import torch; kept = torch.nn.Module.__init__\n"

@@ -6,6 +6,7 @@ each tensor that is saved, and an alias calls nothing in Python.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,6 +23,14 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SUPPORTED = "2.9 or later, and 2.13 is tested"
+
+if torch.__version__ < "2.9":
+    raise ImportError(f"torch {torch.__version__} is too old for tiered_mem: pip install 'torch>=2.9'")
+if torch.__version__ >= "2.16.dev0":
+    logging.getLogger("tiered_mem.device").warning(
+        "torch %s is newer than any that tiered_mem was tried with, up to 2.15: see docs/versions.md",
+        torch.__version__,
+    )
 
 Tensors = Callable[[torch.Tensor], Any]
 

@@ -1,0 +1,201 @@
+"""One combination of Python, torch and torch_npu: `make matrix TORCH=2.12 PYTHON=python3.12`.
+
+    python3 -m benchmarks.matrix --torch 2.12 --python python3.12
+
+In a folder of its own it copies what git tracks, installs the versions, compiles the emulator against them where
+there is a torch_npu of that torch, and runs the tests: those of tiered_mem on the CPU and on the emulated NPU, and
+the emulator's. The result is a file in benchmarks/results/versions, of which `make versions-page` makes
+docs/versions.md. Failing tests are what it is for: the exit status is 1 only where no test could be run. It needs
+Python 3.11 and no package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+from benchmarks.silicon import outcomes, status_of
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "versions"
+# Tests that need these are skipped without them, and each of them wants torches of its own.
+NOT_INSTALLED = ("accelerate", "diffusers", "mypy", "ruff", "transformers", "types-psutil")
+HANGS_S = 3600.0
+# The first torch_npu whose allocator tells the race detector what it takes back.
+RACES_SINCE = (2, 13)
+_TAIL = 2000
+
+
+def main() -> int:
+    options = parse()
+    folder = ROOT / "build" / "matrix" / f"torch-{options.torch}-{Path(options.python).name}"
+    made = Installation(folder, options.python, options.torch)
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **made.versions(),
+        "parts": [],
+    }
+    for part in parts(result["torch_npu"]):
+        print(f"{part}: tests", flush=True)
+        result["parts"].append(made.tests(part, options.jobs))
+        print(f"  {result['parts'][-1]['counts']}", flush=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"torch-{result['torch'].split('+')[0]}-python-{result['python']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(path)
+    if not options.keep:
+        shutil.rmtree(folder)
+    return 0 if all(each["counts"].get("passed") for each in result["parts"]) else 1
+
+
+def parts(torch_npu: str | None) -> list[str]:
+    """Which tests there are to run."""
+    return ["cpu"] if torch_npu is None else ["cpu", "emulator", "npu"]
+
+
+class Installation:
+    """A copy of the checkout with an environment of its own. Raises SystemExit where pip or make fails.
+
+    torch: its version, such as "2.12". torch_npu is installed where pip has one of the same version.
+    """
+
+    def __init__(self, folder: Path, python: str, torch: str) -> None:
+        self._tree = folder / "tree"
+        self._python = folder / "venv" / "bin" / "python"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._copy()
+        step("an environment", python, "-m", "venv", str(folder / "venv"))
+        self._pip("setuptools>=77,<81", "wheel")
+        self._pip(f"torch=={torch}.*", *tools())
+        # Some want a build of torch that only their own index has. It is the same interface.
+        if self._has_torch_npu(torch):
+            self._pip("--no-deps", f"torch_npu=={torch}.*")
+            make = (
+                "make",
+                "-C",
+                str(self._tree / "emulator"),
+                f"--jobs={os.cpu_count()}",
+                f"PYTHON={self._python}",
+            )
+            step("compiling the emulator", *make)
+            self._pip("--no-deps", "--no-build-isolation", "--editable", str(self._tree / "emulator"))
+        self._pip("--no-deps", "--no-build-isolation", "--editable", str(self._tree))
+
+    def versions(self) -> dict[str, str | None]:
+        code = (
+            "import json, platform, importlib.metadata as m\n"
+            "have = {d.metadata['Name'].replace('-', '_'): d.version for d in m.distributions()}\n"
+            "found = {name: have.get(name) for name in ('tiered_mem', 'torch', 'torch_npu')}\n"
+            "print(json.dumps(found | {'python': platform.python_version()}))"
+        )
+        found: dict[str, str | None] = json.loads(step("versions", str(self._python), "-c", code))
+        return found
+
+    def tests(self, part: str, jobs: int) -> dict[str, Any]:
+        """How many passed, failed and were skipped, and the names of those that did not pass."""
+        found, log = self._tree / f"{part}.jsonl", self._tree / f"{part}.log"
+        found.unlink(missing_ok=True)
+        environment = os.environ | {"TIERED_MEM_TEST_DEVICE": "cpu" if part == "cpu" else "npu"}
+        for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "ASCEND_EMULATOR_RACES", "ASCEND_EMULATOR_SCHEDULE"):
+            environment.pop(name, None)
+        version = self.versions()["torch_npu"] or ""
+        races = part == "npu" and tuple(map(int, version.split(".")[:2])) >= RACES_SINCE
+        if races:
+            environment["ASCEND_EMULATOR_RACES"] = "1"
+        command = [str(self._python), "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        command += ["-p", "benchmarks.counted_tests", "--outcomes", str(found)]
+        command += [
+            f"--numprocesses={jobs}",
+            "--dist=loadfile",
+            "emulator/tests" if part == "emulator" else "tests",
+        ]
+        # Other versions' warnings end no test here: they are not ours to choose.
+        command += [
+            "-W",
+            "default::DeprecationWarning",
+            "-W",
+            "default::FutureWarning",
+            "-W",
+            "default::UserWarning",
+        ]
+        began = time.monotonic()
+        with log.open("w") as said:
+            status = status_of(command, environment, HANGS_S, said.fileno(), self._tree)
+        told = outcomes(found) if found.exists() else {"counts": {}, "not_passed": []}
+        failed = [each for each in told["not_passed"] if each["outcome"] != "skipped"]
+        end = {} if told["counts"] else {"output": log.read_text(errors="replace")[-_TAIL:]}
+        return {
+            "part": part,
+            "races": races,
+            "status": status,
+            "seconds": round(time.monotonic() - began),
+            "counts": told["counts"],
+            "failed": failed,
+            **end,
+        }
+
+    def _copy(self) -> None:
+        for name in step("what git tracks", "git", "-C", str(ROOT), "ls-files", "-z").split("\0"):
+            source, target = ROOT / name, self._tree / name
+            if name and (source.is_symlink() or source.exists()):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target, follow_symlinks=False)
+
+    def _pip(self, *arguments: str) -> None:
+        step(
+            f"pip install {' '.join(arguments)}",
+            str(self._python),
+            "-m",
+            "pip",
+            "install",
+            "--no-compile",
+            *arguments,
+        )
+
+    def _has_torch_npu(self, torch: str) -> bool:
+        command = [str(self._python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
+        done = subprocess.run([*command, str(self._tree / "build"), f"torch_npu=={torch}.*"], capture_output=True)
+        return done.returncode == 0
+
+
+def tools() -> list[str]:
+    """What tiered_mem and its tests need beside torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    return [each for each in names if re.split(r"[=<>\[]", each)[0] not in (*NOT_INSTALLED, "torch")]
+
+
+def step(what: str, *command: str) -> str:
+    """Runs it and returns what it prints. Ends the process where it fails, with its last words."""
+    print(what, flush=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(
+            f"matrix: {' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-_TAIL:]}"
+        )
+    return done.stdout
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", required=True, help="its version, such as 2.12")
+    parser.add_argument("--python", default="python3", help="the command of a Python, such as python3.12")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
+    parser.add_argument("--keep", action="store_true", help="leave the folder, which has several GiB")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""docs/versions.md, as it is made of files of `make matrix`, and what that installs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.matrix import parts, tools
+from benchmarks.versions_page import PAGE, RESULTS, page, read
+
+pytestmark = pytest.mark.once(why="it needs no device")
+
+
+def result(torch: str, torch_npu: str | None, **counts: dict[str, int]) -> dict[str, Any]:
+    failed = [{"test": "tests/test_a.py::test_b", "outcome": "failed", "why": "it is not equal"}]
+    return {
+        "date": "2026-11-26T18:00:00+00:00",
+        "python": "3.12.1",
+        "torch": torch,
+        "torch_npu": torch_npu,
+        "parts": [
+            {"part": part, "counts": each, "failed": failed if each.get("failed") else []}
+            for part, each in counts.items()
+        ],
+    }
+
+
+def test_the_page_is_that_of_the_files() -> None:
+    assert PAGE.read_text() == page(read(RESULTS)), "make versions-page"
+
+
+def test_a_row_has_the_tests_of_each_part() -> None:
+    text = page([result("2.9.1+cpu", None, cpu={"passed": 1234, "failed": 1, "error": 1, "skipped": 5})])
+    assert "| 3.12.1 | 2.9.1 | - | 2026-11-26 | 1,234 / 2 / 5 | - | - |" in text
+    assert "- torch 2.9.1, tiered_mem, CPU: `tests/test_a.py::test_b`" in text
+
+
+def test_nothing_failed() -> None:
+    text = page([result("2.14.0", "2.14.0", cpu={"passed": 1}, npu={"passed": 2}, emulator={"passed": 3})])
+    assert "| 3.12.1 | 2.14.0 | 2.14.0 | 2026-11-26 | 1 / 0 / 0 | 2 / 0 / 0 | 3 / 0 / 0 |" in text
+    assert "What failed" not in text
+
+
+def test_what_is_installed_brings_no_other_torch() -> None:
+    assert {"numpy", "safetensors", "xxhash", "pytest==9.*", "hypothesis"} <= set(tools())
+    assert not any(name.startswith(("torch", "transformers", "accelerate", "diffusers")) for name in tools())
+
+
+def test_the_emulator_is_tested_where_there_is_a_torch_npu() -> None:
+    assert parts(None) == ["cpu"]
+    assert parts("2.12.0") == ["cpu", "emulator", "npu"]
