@@ -132,3 +132,9 @@ def is_right_step(manager: TieringManager, device: str) -> bool:
         loss = model(x)
     loss.backward()
     return same(take_gradients(model), expected)
+
+
+def allocated() -> int:
+    """The bytes of device memory that tensors have. torch.accelerator does not know them of an older torch_npu."""
+    device = torch.accelerator.current_accelerator()
+    return 0 if device is None else int(torch.get_device_module(device).memory_allocated())

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # as whoever makes an optimizer
 
+from tests.models import allocated
 from tiered_mem import TieringManager
 from tiered_mem.activations.hooks import ForwardPass
 from tiered_mem.policies import (
@@ -137,7 +138,7 @@ MOST: dict[str, tuple[Callable[[int], Policy], float]] = {
 def test_a_round_trip(name: str, device: str) -> None:
     """With its share of what is done for a layer, in a step like those before it."""
     make, most = MOST[name]
-    given = torch.accelerator.memory_allocated() if device != "cpu" else 0
+    given = allocated()
     with TieringManager(policy=make(given), device=device, host_bytes="16MiB") as manager:
         for _ in range(6):
             Pass(manager).run()

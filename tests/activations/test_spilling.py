@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.activations.saving import Apply, leaf
-from tests.models import backward, equal, eventually, is_empty
+from tests.models import allocated, backward, equal, eventually, is_empty
 from tests.service import view_of_all
 from tests.spill.declared_files import DeclaredFiles
 from tests.spilling import MIB, SAVED, Spilling, Training, files_in, keys, records_in, spill_all
@@ -40,7 +40,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "layer order, three layers, one in flight": lambda: LayerOrderPolicy(3, in_flight=1),
     "LRU": lambda: LRUPolicy(device_bytes=8 * MIB),
     "LRU, no device memory": lambda: LRUPolicy(device_bytes=1),
-    "planned": lambda: PlannedPolicy(torch.accelerator.memory_allocated() + 24 * MIB, Link(1e9, 1e9)),
+    "planned": lambda: PlannedPolicy(allocated() + 24 * MIB, Link(1e9, 1e9)),
     "by dictionary": lambda: SynchronizationDictPolicy({0: (True, 1, True, 2), 1: (True, 2, True, 3)}),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import eventually, is_empty, stack
+from tests.models import allocated, eventually, is_empty, stack
 from tests.optimizer.training import OPTIMIZERS, make_params, train
 from tests.spill.disks import MIB, disk_in, drives_in
 from tests.spill.faulty_files import FaultyFiles
@@ -76,7 +76,7 @@ def test_the_contract_of_lower_tiers(check: Callable[[Subject], None], subject: 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "layer order": LayerOrderPolicy,
     "LRU": lambda: LRUPolicy(device_bytes=8 * MIB),
-    "planned": lambda: PlannedPolicy(torch.accelerator.memory_allocated() + 24 * MIB, Link(1e9, 1e9)),
+    "planned": lambda: PlannedPolicy(allocated() + 24 * MIB, Link(1e9, 1e9)),
     "planned spills": lambda: PlannedPolicy(
         torch.accelerator.memory_allocated() + 24 * MIB,
         Link(1e9, 1e9, drive=Link(1e8, 1e8)),
