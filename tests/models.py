@@ -136,5 +136,5 @@ def is_right_step(manager: TieringManager, device: str) -> bool:
 
 def allocated() -> int:
     """The bytes of device memory that tensors have. torch.accelerator does not know them of an older torch_npu."""
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     return 0 if device is None else int(torch.get_device_module(device).memory_allocated())

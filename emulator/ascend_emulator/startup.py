@@ -21,7 +21,7 @@ from ascend_emulator.runtime import runtime
 from ascend_emulator.timeline import write_trace
 
 # Of these all releases, with what is built or published after one.
-KNOWN_TORCH_NPU = ("2.11", "2.13")
+KNOWN_TORCH_NPU = ("2.11", "2.12", "2.13")
 # The first whose allocator tells what it takes back.
 _RACES_SINCE = "2.13"
 # A folder for PYTHONPATH.

@@ -149,7 +149,7 @@ def names_of_a_reader(page: Path) -> Iterator[dict[str, Any]]:
     from tiered_mem.policies import LayerOrderPolicy
 
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device(accelerator.type, rank) if accelerator else torch.device("cpu")
     if accelerator:
         torch.accelerator.set_device_index(rank)

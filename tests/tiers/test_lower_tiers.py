@@ -78,7 +78,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "LRU": lambda: LRUPolicy(device_bytes=8 * MIB),
     "planned": lambda: PlannedPolicy(allocated() + 24 * MIB, Link(1e9, 1e9)),
     "planned spills": lambda: PlannedPolicy(
-        torch.accelerator.memory_allocated() + 24 * MIB,
+        allocated() + 24 * MIB,
         Link(1e9, 1e9, drive=Link(1e8, 1e8)),
         host_bytes=2 * MIB,
     ),
