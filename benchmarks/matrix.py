@@ -135,6 +135,8 @@ class Installation:
             status = status_of(command, environment, HANGS_S, said.fileno(), self._tree)
         told = outcomes(found) if found.exists() else {"counts": {}, "not_passed": []}
         failed = [each for each in told["not_passed"] if each["outcome"] != "skipped"]
+        for each in failed:
+            each["why"] = each["why"].replace(f"{self._tree.parent}/", "")  # no path of this machine's
         end = {} if told["counts"] else {"output": log.read_text(errors="replace")[-_TAIL:]}
         return {
             "part": part,

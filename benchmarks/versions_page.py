@@ -23,7 +23,8 @@ tested by `make matrix TORCH=2.12 PYTHON=python3.12`, which runs the tests that 
 The page is made by `make versions-page` of the files in `benchmarks/results/versions/`.
 
 A cell has the tests that passed, failed and were skipped. The race detector needs torch_npu 2.13, whose allocator
-tells what it takes back: tests with an older one run without it.
+tells what it takes back: tests with an older one run without it. Files that need transformers, accelerate or
+diffusers, which want a torch of their own, cannot be imported there, and count as failed.
 
 """
 
