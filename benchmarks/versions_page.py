@@ -52,12 +52,17 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head), *map(row, results)]
     text = ABOUT + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
     failures = [
-        f"- torch {result['torch'].split('+')[0]}, {PARTS[part['part']]}: `{each['test']}`"
+        f"- torch {result['torch'].split('+')[0]}, {PARTS[part['part']]}: `{test(part['part'], each['test'])}`"
         for result in results
         for part in result["parts"]
         for each in part["failed"]
     ]
     return text + ("\n## What failed\n\n" + "\n".join(failures) + "\n" if failures else "")
+
+
+def test(part: str, name: str) -> str:
+    """Its name from the repository's root: pytest has it from the nearest pyproject.toml."""
+    return f"emulator/{name}" if part == "emulator" else name
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
