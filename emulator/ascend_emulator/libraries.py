@@ -26,6 +26,7 @@ _SOURCES = _PACKAGE / "sources"
 _LAST_LINES = 15
 
 
+@functools.cache
 def folder() -> Path:
     """Where the libraries for this Python's torch and torch_npu are, or will be."""
     return _of_the_user() if _SOURCES.is_dir() else _PACKAGE / "lib"
@@ -67,7 +68,6 @@ def compile_missing() -> None:
                 _compile(target)
 
 
-@functools.cache
 def _of_the_user() -> Path:
     """A folder for these versions and these sources, so that several of them can be there."""
     digest = hashlib.sha256()

@@ -23,7 +23,7 @@ from ascend_emulator.timeline import write_trace
 # Of these all releases, with what is built or published after one.
 KNOWN_TORCH_NPU = ("2.11", "2.12", "2.13")
 # The first whose allocator tells what it takes back.
-_RACES_SINCE = "2.13"
+_RACES_SINCE = (2, 13)
 # A folder for PYTHONPATH.
 CHILD = Path(__file__).parent / "child"
 # The process whose options are in the environment. Without this variable a child is left alone.
@@ -121,6 +121,11 @@ def configure(
         library.ascend_emulator_set_host_bytes(ctypes.c_size_t(parse_limit(host_bytes)))
 
 
+def can_look_for_races() -> bool:
+    """Whether the allocator of the torch_npu that is installed tells what it takes back."""
+    return tuple(map(int, version("torch_npu").split(".")[:2])) >= _RACES_SINCE
+
+
 def _begin(options: Options) -> None:
     if "torch" in sys.modules:
         raise EmulatorError("torch is imported already; call ascend_emulator.start() before `import torch`")
@@ -165,9 +170,10 @@ def _check_torch_npu(*, races: bool) -> None:
             f"torch_npu {installed} is not a version that this emulator knows ({', '.join(KNOWN_TORCH_NPU)}); "
             "pip install 'torch_npu==2.13.*'"
         )
-    if races and KNOWN_TORCH_NPU.index(release[1]) < KNOWN_TORCH_NPU.index(_RACES_SINCE):
+    if races and not can_look_for_races():
+        needed = ".".join(map(str, _RACES_SINCE))
         raise EmulatorError(
-            f"the race detector needs torch_npu {_RACES_SINCE} or newer, whose allocator tells what it takes back, "
+            f"the race detector needs torch_npu {needed} or newer, whose allocator tells what it takes back, "
             f"and this is {installed}: leave races out"
         )
 

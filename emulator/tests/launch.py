@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from textwrap import dedent
 
@@ -28,7 +27,7 @@ def run(
     """
     if os.environ.get("ASCEND_EMULATOR_SCHEDULE", "eager") != "eager":
         pytest.skip("starts a process with options of its own, which is the same in the eager schedule")
-    if "--races" in arguments and not can_look_for_races():
+    if "--races" in arguments and _cannot_look_for_races():
         pytest.skip("the race detector needs torch_npu 2.13 or newer")
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder not in ("", child())]
     if pythonpath is not None:
@@ -46,12 +45,12 @@ def run(
     )
 
 
-def can_look_for_races() -> bool:
-    """Whether this torch_npu's allocator tells what it takes back."""
-    try:
-        return tuple(map(int, version("torch_npu").split(".")[:2])) >= (2, 13)
-    except PackageNotFoundError:
-        return True
+def _cannot_look_for_races() -> bool:
+    if importlib.util.find_spec("ascend_emulator") is None:
+        return False
+    from ascend_emulator.startup import can_look_for_races
+
+    return not can_look_for_races()
 
 
 def run_ranks(

@@ -133,6 +133,7 @@ def _pip(words: list[str]) -> None:
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "ascend-emulator": _emulator,
     "make": _make,
     "pip": _pip,
     "python": _python,
