@@ -26,15 +26,13 @@ from typing import Any
 
 import tomllib
 
-from benchmarks.silicon import outcomes, status_of
+from benchmarks.silicon import OTHERS_WARNINGS, outcomes, status_of
+from benchmarks.versions_page import RESULTS, release
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "versions"
-# Tests that need these are skipped without them, and each of them wants torches of its own.
+# Each of them wants torches of its own, or is no matter of versions.
 NOT_INSTALLED = ("accelerate", "diffusers", "mypy", "ruff", "transformers", "types-psutil")
 HANGS_S = 3600.0
-# The first torch_npu whose allocator tells the race detector what it takes back.
-RACES_SINCE = (2, 13)
 _TAIL = 2000
 
 
@@ -52,7 +50,7 @@ def main() -> int:
         result["parts"].append(made.tests(part, options.jobs))
         print(f"  {result['parts'][-1]['counts']}", flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"torch-{result['torch'].split('+')[0]}-python-{result['python']}.json"
+    path = RESULTS / f"torch-{release(result)}-python-{result['python']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
     if not options.keep:
@@ -80,17 +78,12 @@ class Installation:
         self._pip("setuptools>=77,<81", "wheel")
         self._pip(f"torch=={torch}.*", *tools())
         # Some want a build of torch that only their own index has. It is the same interface.
-        if self._has_torch_npu(torch):
-            self._pip("--no-deps", f"torch_npu=={torch}.*")
-            make = (
-                "make",
-                "-C",
-                str(self._tree / "emulator"),
-                f"--jobs={os.cpu_count()}",
-                f"PYTHON={self._python}",
-            )
+        if (wheel := self._torch_npu(torch)) is not None:
+            emulator = str(self._tree / "emulator")
+            self._pip("--no-deps", str(wheel))
+            make = ("make", "-C", emulator, f"--jobs={os.cpu_count()}", f"PYTHON={self._python}")
             step("compiling the emulator", *make)
-            self._pip("--no-deps", "--no-build-isolation", "--editable", str(self._tree / "emulator"))
+            self._pip("--no-deps", "--no-build-isolation", "--editable", emulator)
         self._pip("--no-deps", "--no-build-isolation", "--editable", str(self._tree))
 
     def versions(self) -> dict[str, str | None]:
@@ -110,26 +103,14 @@ class Installation:
         environment = os.environ | {"TIERED_MEM_TEST_DEVICE": "cpu" if part == "cpu" else "npu"}
         for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "ASCEND_EMULATOR_RACES", "ASCEND_EMULATOR_SCHEDULE"):
             environment.pop(name, None)
-        version = self.versions()["torch_npu"] or ""
-        races = part == "npu" and tuple(map(int, version.split(".")[:2])) >= RACES_SINCE
-        if races:
+        if races := part == "npu" and self._can_look_for_races():
             environment["ASCEND_EMULATOR_RACES"] = "1"
         command = [str(self._python), "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
         command += ["-p", "benchmarks.counted_tests", "--outcomes", str(found)]
-        command += [
-            f"--numprocesses={jobs}",
-            "--dist=loadfile",
-            "emulator/tests" if part == "emulator" else "tests",
-        ]
-        # Other versions' warnings end no test here: they are not ours to choose.
-        command += [
-            "-W",
-            "default::DeprecationWarning",
-            "-W",
-            "default::FutureWarning",
-            "-W",
-            "default::UserWarning",
-        ]
+        command += [f"--numprocesses={jobs}", "--dist=loadfile"]
+        for name in OTHERS_WARNINGS:
+            command += ["-W", f"default::{name}"]
+        command.append("emulator/tests" if part == "emulator" else "tests")
         began = time.monotonic()
         with log.open("w") as said:
             status = status_of(command, environment, HANGS_S, said.fileno(), self._tree)
@@ -156,20 +137,19 @@ class Installation:
                 shutil.copy2(source, target, follow_symlinks=False)
 
     def _pip(self, *arguments: str) -> None:
-        step(
-            f"pip install {' '.join(arguments)}",
-            str(self._python),
-            "-m",
-            "pip",
-            "install",
-            "--no-compile",
-            *arguments,
-        )
+        pip = (str(self._python), "-m", "pip", "install", "--no-compile")
+        step(f"pip install {' '.join(arguments)}", *pip, *arguments)
 
-    def _has_torch_npu(self, torch: str) -> bool:
-        command = [str(self._python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
-        done = subprocess.run([*command, str(self._tree / "build"), f"torch_npu=={torch}.*"], capture_output=True)
-        return done.returncode == 0
+    def _torch_npu(self, torch: str) -> Path | None:
+        """The newest wheel of that version; None where there is none."""
+        wheels = self._tree.parent / "wheels"
+        pip = (str(self._python), "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels))
+        done = subprocess.run([*pip, f"torch_npu=={torch}.*"], capture_output=True)
+        return next(wheels.glob("torch_npu-*.whl")) if done.returncode == 0 else None
+
+    def _can_look_for_races(self) -> bool:
+        code = "from ascend_emulator.startup import can_look_for_races; print(can_look_for_races())"
+        return step("the race detector", str(self._python), "-c", code) == "True\n"
 
 
 def tools() -> list[str]:

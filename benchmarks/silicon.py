@@ -37,7 +37,7 @@ SECONDS = 520
 _TAIL = 3000
 _NO_TESTS = 5  # pytest's status where all files are skipped
 # Other people's warnings end no test here: their versions are not ours to choose.
-_WARNINGS = ("DeprecationWarning", "FutureWarning", "UserWarning")
+OTHERS_WARNINGS = ("DeprecationWarning", "FutureWarning", "UserWarning")
 _OF_PYTEST = ("pytest.PytestUnraisableExceptionWarning", "pytest.PytestUnhandledThreadExceptionWarning")
 
 
@@ -67,7 +67,7 @@ def files(folder: str, *names: str) -> list[str]:
 def tests_of(name: str, share: int, *paths: str) -> Part:
     arguments = [*("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.counted_tests")]
     arguments += ["-o", "faulthandler_timeout=60"]
-    for each in _WARNINGS:
+    for each in OTHERS_WARNINGS:
         arguments += ["-W", f"default::{each}"]
     for each in _OF_PYTEST:
         arguments += ["-W", f"error::{each}"]

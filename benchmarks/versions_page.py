@@ -33,11 +33,16 @@ def row(result: dict[str, Any]) -> list[str]:
     found = {part["part"]: part["counts"] for part in result["parts"]}
     return [
         result["python"],
-        result["torch"].split("+")[0],
+        release(result),
         result["torch_npu"] or "-",
         result["date"][:10],
         *(cell(found.get(part)) for part in PARTS),
     ]
+
+
+def release(result: dict[str, Any]) -> str:
+    """Of torch, without the build."""
+    return str(result["torch"].split("+")[0])
 
 
 def cell(counts: dict[str, int] | None) -> str:
@@ -52,7 +57,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head), *map(row, results)]
     text = ABOUT + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
     failures = [
-        f"- torch {result['torch'].split('+')[0]}, {PARTS[part['part']]}: `{test(part['part'], each['test'])}`"
+        f"- torch {release(result)}, {PARTS[part['part']]}: `{from_root(part['part'], each['test'])}`"
         for result in results
         for part in result["parts"]
         for each in part["failed"]
@@ -60,7 +65,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     return text + ("\n## What failed\n\n" + "\n".join(failures) + "\n" if failures else "")
 
 
-def test(part: str, name: str) -> str:
+def from_root(part: str, name: str) -> str:
     """Its name from the repository's root: pytest has it from the nearest pyproject.toml."""
     return f"emulator/{name}" if part == "emulator" else name
 
@@ -68,9 +73,7 @@ def test(part: str, name: str) -> str:
 def read(folder: Path) -> list[dict[str, Any]]:
     """The newest torch first."""
     results = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(
-        results, key=lambda each: [int(part) for part in each["torch"].split("+")[0].split(".")], reverse=True
-    )
+    return sorted(results, key=lambda each: [int(part) for part in release(each).split(".")], reverse=True)
 
 
 def main() -> int:
