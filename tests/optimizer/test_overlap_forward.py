@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -27,46 +26,17 @@ from tests.optimizer.training import (
     make_params,
     on_cpu,
     outcome,
-    train_by_backward,
 )
+from tests.optimizer.twenty_steps import MISSING, SMALL, check_twenty_steps
 from tiered_mem.optimizer.guarded import guard_of
-
-SMALL = 512  # bytes of a bucket, so that there are several
-
-
-def _never(step: int, index: int) -> bool:
-    return False
-
-
-def _now_and_then(step: int, index: int) -> bool:
-    return (step + index) % 4 == 0
-
-
-@functools.cache
-def plain(name: str, device: str, missing: Callable[[int, int], bool]) -> Outcome:
-    """Of 20 steps without tiering."""
-    params = make_params(device)
-    optimizer = OPTIMIZERS[name](params)
-    train_by_backward(optimizer, params, range(20), missing=missing)
-    return outcome(optimizer, params)
 
 
 @pytest.mark.detector_only(why="takes long")
-@pytest.mark.parametrize("missing", [_never, _now_and_then], ids=["all", "some missing"])
+@pytest.mark.parametrize("missing", MISSING)
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_twenty_steps(
-    name: str, residency: str, missing: Callable[[int, int], bool], device: str, make_tiered: MakeTiered
-) -> None:
-    """The learning rate changes between step() and the next forward."""
-    params = make_params(device)
-    tiered = make_tiered(OPTIMIZERS[name](params), residency=residency, bucket_bytes=SMALL, overlap="forward")
-    for begin in range(0, 20, 5):
-        train_by_backward(tiered, params, range(begin, begin + 3), missing=missing)
-        make_tiered.manager.offload(tiered)
-        train_by_backward(tiered, params, range(begin + 3, begin + 5), missing=missing)
-        make_tiered.manager.reload(tiered)
-    assert not differences(plain(name, device, missing), outcome(tiered, params))
+def test_twenty_steps(name: str, residency: str, missing: str, device: str, make_tiered: MakeTiered) -> None:
+    check_twenty_steps(name, residency, missing, device, make_tiered, "forward")
 
 
 class Net(nn.Module):
