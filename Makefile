@@ -94,8 +94,9 @@ pictures: setup ## draws README's pictures into docs/pictures, from dry runs: a 
 silicon: ## all that a machine with a device can tell, in nine minutes
 	$(PYTHON) -m benchmarks.silicon --device $(DEVICE) $(if $(SMALL),--small)
 
+# Without MAKEFLAGS, or the TORCH that is a version here would be the folder of the emulator's Makefile.
 matrix: ## the tests with TORCH=2.12 and PYTHON=python3.12, in a folder of their own: half an hour
-	@python3 -m benchmarks.matrix --torch $(TORCH) --python $(PYTHON)
+	@env -u MAKEFLAGS python3 -m benchmarks.matrix --torch $(TORCH) --python $(PYTHON)
 
 versions-page: ## docs/versions.md, of the files of make matrix in benchmarks/results/versions/
 	python3 -m benchmarks.versions_page
