@@ -98,7 +98,7 @@ class Installation:
 
     def tests(self, part: str, jobs: int) -> dict[str, Any]:
         """How many passed, failed and were skipped, and the names of those that did not pass."""
-        found, log = self._tree / f"{part}.jsonl", self._tree / f"{part}.log"
+        found, log = self._tree.parent / f"{part}.jsonl", self._tree.parent / f"{part}.log"
         found.unlink(missing_ok=True)
         environment = os.environ | {"TIERED_MEM_TEST_DEVICE": "cpu" if part == "cpu" else "npu"}
         for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "ASCEND_EMULATOR_RACES", "ASCEND_EMULATOR_SCHEDULE"):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     path.relative_to(ROOT)
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "emulator").rglob("*.md")])
-    if not {"node_modules", ".venv", "build"} & set(path.parts)
+    if not {"node_modules", ".venv", "build"} & set(path.relative_to(ROOT).parts)
 ]
 FENCE = re.compile(r"^( *)```(.*)$")
 
