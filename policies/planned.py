@@ -352,8 +352,6 @@ class PlannedPolicy(Policy):
             return OverrunCause.AFTER
         if step.table is not None:
             return OverrunCause.PLANNED
-        if recording.twice:
-            return OverrunCause.TWICE
         return OverrunCause.NEW if recording.regular else OverrunCause.UNFINISHED
 
     def _overrun(self, peak: int) -> None:

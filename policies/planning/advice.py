@@ -205,7 +205,7 @@ def checkpointed(
     used = list(profile.used)
     keep: list[int] = []
     seen: set[tuple[int, int]] = set()
-    for b, (graph, layer, _) in enumerate(blocks):
+    for b, (graph, layer, *_) in enumerate(blocks):
         place = graph, layer
         if layer not in layers or place not in times:
             keep.append(b)

@@ -32,6 +32,7 @@ from .step import Rest, StepUnderWay
 from .table import Table
 
 _FETCHED_AHEAD = 8
+_COMING = Reload, Fetch
 # Of what a step takes, the room beyond that must be at least this part if nobody is to look.
 _WIDE = 4
 
@@ -219,9 +220,7 @@ class Player:
             nbytes -= sum(self.places.by_key[each.key].nbytes for each in actions if type(each) is Spill)
         on_host = shadow.at(Place.HOST)
         if step is not None and step.table is not None:
-            place = step.table.place
-            names = step.names
-            on_host.sort(key=lambda key: place(names.block(key)), reverse=True)
+            on_host.sort(key=step.use, reverse=True)
         for key in (*on_host, *shadow.at(Place.LEAVING)):
             if nbytes <= 0:
                 break
@@ -231,11 +230,21 @@ class Player:
 
     def _think(self, event: Event, name: Name | None, others: int | None, shadow: Shadow) -> list[Action]:
         """The answer to an event, whose name is known within a step. others: the bytes beside the step's blocks."""
-        step = self.step
-        # What is used now comes before all that is only due.
-        actions: list[Action] = []
+        used_now: list[Action] = []
         if isinstance(event, Used) and shadow.place(event.key) is not Place.LEAVING:
-            actions = shadow.follow([Reload(event.key)])
+            used_now = shadow.follow([Reload(event.key)])
+        actions = self._due(event, name, others, shadow)
+        # What is used now comes before all that is only due, and after all that makes room. What would come and
+        # leave at once stays away.
+        last = {action.key: type(action) for action in actions}
+        going = [action for action in actions if type(action) not in _COMING]
+        coming = [action for action in actions if type(action) in _COMING and last[action.key] in _COMING]
+        return going + used_now + coming
+
+    def _due(self, event: Event, name: Name | None, others: int | None, shadow: Shadow) -> list[Action]:
+        """What is to be done at an event beside what it asks for."""
+        step = self.step
+        actions: list[Action] = []
         if step is not None and step.undecided:
             self._choose(step)
         if step is None or step.table is None or name is None:
@@ -290,7 +299,7 @@ class Player:
                 if spare < 0:
                     break
             step.returning.popleft()
-            coming = table.following(block, _FETCHED_AHEAD) if table.disk is None else ()
+            coming = table.following(block, planned[0], _FETCHED_AHEAD) if table.disk is None else ()
             below = self.places.on_disk([other for each in coming if (other := names.key(each)) is not None])
             actions += shadow.follow([Reload(key), *map(Fetch, below)])
         return actions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -17,7 +18,11 @@ class Recording:
 
     names: of the positions so far. course: of these, all but the uses and drops of blocks, whose order may change.
     uses: how many uses there were. blocks: their lives, in the order of their saves. standing: the bytes beside
-    them at each position.
+    them at each position. split: backward came back to layers for blocks that it had used there before, as with
+    retain_graph=True.
+
+    The device turns from one graph to another, or to a backward over the same layers once more. A block that is not
+    needed before a later turn can leave as soon as the next layer begins, as it can before its first use.
     """
 
     names: list[Name] = field(default_factory=list)
@@ -25,14 +30,17 @@ class Recording:
     uses: int = 0
     blocks: dict[Name, _Life] = field(default_factory=dict)
     standing: list[int] = field(default_factory=list)
+    split: bool = False
     _unmovable: list[int] = field(default_factory=list)
     _running: int = 0
     _backward: int = 0
     _measured: bool = True
-    # Of each graph the layer whose backward began last; all that have begun; and whether the last did so once more.
+    # The graph at work, and where each turn began. Of each graph the layer whose backward began last, and all that
+    # have begun.
+    _graph: int | None = None
+    _turns: list[int] = field(default_factory=list)
     _begun: dict[int, int] = field(default_factory=dict)
     _past: set[tuple[int, int]] = field(default_factory=set)
-    _returned: bool = False
 
     def position(self, name: Name, others: int | None) -> None:
         """An event comes. others: the bytes of device memory that are no blocks of the step; None if not known."""
@@ -57,7 +65,7 @@ class Recording:
     def held(self, block: Name | None) -> None:
         """Somebody beside backward has the block when the next event comes."""
         if block is not None and (life := self.blocks.get(block)) is not None:
-            life.loose = len(self.names) + 1
+            (life.runs[-1] if life.runs else life).loose = len(self.names) + 1
 
     def take_over(self, count: int, names: Sequence[Name], like: Profile) -> list[float]:
         """The seconds of the first positions, and at least its memory, from a step that has these names."""
@@ -74,25 +82,33 @@ class Recording:
         """A forward begins or ends at the last position."""
         self._running += 1 if begins else -1
 
+    def turn(self, graph: int) -> None:
+        """What happens at the last position is of this graph."""
+        if graph != self._graph:
+            self._graph = graph
+            self._turns.append(len(self.names) - 1)
+
     def backward(self, graph: int, layer: int) -> None:
         """A layer's backward begins at the last position."""
         self._backward = len(self.names) - 1
-        if self._begun.get(graph) != layer:
-            self._returned = (graph, layer) in self._past
+        if self._begun.get(graph) != layer and (graph, layer) in self._past:
+            self._turns.append(self._backward)
         self._begun[graph] = layer
         self._past.add((graph, layer))
 
     def save(self, block: Name, nbytes: int) -> None:
         self.blocks.setdefault(block, _Life(nbytes, len(self.names) - 1))
 
-    def use(self, block: Name) -> None:
+    def use(self, block: Name, by: tuple[int, int]) -> None:
+        """by: the graph and the layer whose backward asks for it."""
         life = self.blocks.get(block)
         if life is None:
             return
-        if life.used is None:
-            life.used, life.backward = len(self.names) - 1, self._backward
-        elif self._returned:
-            life.again = True
+        here = len(self.names) - 1
+        if not life.runs or self._turns[-1] > life.runs[-1].last:
+            self.split |= any(run.by == by for run in life.runs)
+            life.runs.append(_Run(here, self._backward, by))
+        life.runs[-1].last = here
 
     def drop(self, block: Name) -> None:
         life = self.blocks.get(block)
@@ -100,47 +116,75 @@ class Recording:
             life.dropped = len(self.names) - 1
 
     @property
-    def twice(self) -> bool:
-        """Whether backward came a second time to blocks that it had used before."""
-        again = sum(each.nbytes for each in self.blocks.values() if each.again)
-        return again > sum(each.nbytes for each in self.blocks.values()) // 8
-
-    @property
     def regular(self) -> bool:
         """Whether a plan can be made from it.
 
-        Its forwards ended, and one backward, and no second over the same blocks, used most of what they saved,
-        which was dropped then. A backward may come back to a layer, but there it uses other blocks.
+        Its forwards ended, and backward used most of what they saved, which was dropped then.
         """
-        used = sum(each.nbytes for each in self.blocks.values() if each.used is not None and each.dropped)
+        used = sum(each.nbytes for each in self.blocks.values() if each.runs and each.dropped)
         total = sum(each.nbytes for each in self.blocks.values())
-        return self._measured and not self._running and 0 < total <= 2 * used and not self.twice
+        return self._measured and not self._running and 0 < total <= 2 * used
 
-    def profile(self, seconds: Sequence[float]) -> Profile:
-        """Raises ValueError where there are not as many seconds as positions."""
-        end = len(self.names)
-        nbytes, saved, used, dropped, backward, loose = [], [], [], [], [], []
-        for life in self.blocks.values():
-            last = end if life.dropped is None else life.dropped
-            nbytes.append(life.nbytes)
-            saved.append(life.saved)
-            used.append(last if life.used is None else min(life.used, last))
-            dropped.append(last)
-            backward.append(last if life.used is None else life.backward)
-            loose.append(max(life.loose, life.saved + 1))
-        lives = (nbytes, saved, used, dropped, backward)
-        return Profile(list(seconds), self._unmovable, *lives, self.standing, loose)
+    def profile(self, seconds: Sequence[float]) -> tuple[Profile, list[Name]]:
+        """The step, and the names of its blocks.
+
+        A block that can leave after a use has one more life from there on, which is a block of its own to a plan:
+        its name is the block's with a number behind it.
+
+        Raises ValueError where there are not as many seconds as positions.
+        """
+        begins = [k for k, name in enumerate(self.names) if name[0] in ("forward", "backward")]
+        lives = [life for name, block in self.blocks.items() for life in self._lives(name, block, begins)]
+        lives.sort(key=lambda life: life[1])
+        columns = [list(column) for column in zip(*lives, strict=True)] or [[] for _ in range(7)]
+        nbytes, saved, used, dropped, backward, loose, names = columns
+        fates = nbytes, saved, used, dropped, backward
+        return Profile(list(seconds), self._unmovable, *fates, self.standing, loose), names
+
+    def _lives(
+        self, name: Name, block: _Life, begins: Sequence[int]
+    ) -> Iterator[tuple[int, int, int, int, int, int, Name]]:
+        """Of each of a block's lives what a `Profile` has of it, and its name. begins: positions of layers."""
+        end = len(self.names) if block.dropped is None else block.dropped
+        saved, loose = block.saved, block.loose
+        for number, run in enumerate((*block.runs, None)):
+            if saved >= end:
+                return
+            used = backward = last = end
+            if run is not None:
+                used, backward = min(run.first, end), run.backward
+                if (turn := _next(self._turns, run.last, end)) < end:
+                    last = _next(begins, run.last, turn)
+            own = (*name, number) if number else name
+            yield block.nbytes, saved, used, last, backward, max(loose, saved + 1), own
+            if run is not None:
+                saved, loose = last, run.loose
+
+
+def _next(places: Sequence[int], after: int, end: int) -> int:
+    """The first of the places after one, or the end where that comes before."""
+    k = bisect_right(places, after)
+    return min(places[k], end) if k < len(places) else end
+
+
+@dataclass
+class _Run:
+    """Uses of a block in one turn: the first and the last, and what `by` and in which backward."""
+
+    first: int
+    backward: int
+    by: tuple[int, int]
+    last: int = 0
+    loose: int = 0
 
 
 @dataclass
 class _Life:
     nbytes: int
     saved: int
-    used: int | None = None
     dropped: int | None = None
-    backward: int = 0
     loose: int = 0
-    again: bool = False
+    runs: list[_Run] = field(default_factory=list)
 
 
 Name = tuple[Any, ...]
@@ -189,7 +233,8 @@ class StepNames:
         return self._blocks.get(key)
 
     def key(self, block: Name) -> int | None:
-        return self._keys.get(block)
+        """Of a block, or of one of its lives."""
+        return self._keys.get(block[:3])
 
     def _graph(self, graph: int) -> int:
         return self._graphs.setdefault(graph, len(self._graphs))

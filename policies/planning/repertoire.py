@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ _KEPT = 8
 _GRID = 128
 # This part of the room is left free where layers are treated in a new way, and no step of that kind was recorded.
 TRIED = 100
+# The length of a block's name; that of a later life of it is longer.
+_WHOLE = 3
 # So many blocks show of which kind a step is.
 COMPARED = 8
 # Of new seconds in the mean of them and the old.
@@ -53,6 +56,7 @@ _RECORDED = Variant()
 class Known:
     """A step that was recorded. tables: what was planned for it and its variants.
 
+    sizes: of its blocks, each once, in the order of their saves. blocks: the names of all their lives.
     guessed: its times are not to go by for long. Those of its first positions are another kind's, or it was the
     first step of all, in which much is done that later ones need not do, or optimizer states have moved since.
     choice: how its layers are treated. stitched: it was not recorded, but made of such that were.
@@ -73,9 +77,13 @@ class Known:
         """The bytes that were taken when it began."""
         return self.profile.standing[0] if self.profile.standing else 0
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [size for size, name in zip(self.profile.nbytes, self.blocks, strict=True) if len(name) == _WHOLE]
+
     def ratios(self, sizes: Sequence[int]) -> list[float]:
         """How much larger the first blocks are than the recorded ones."""
-        return [max(size, 1) / max(known, 1) for size, known in zip(sizes, self.profile.nbytes, strict=False)]
+        return [max(size, 1) / max(known, 1) for size, known in zip(sizes, self.sizes, strict=False)]
 
 
 class Repertoire:
@@ -175,11 +183,10 @@ class Repertoire:
             if like is None
             else recording.take_over(before, like.names, like.profile.scaled(*variant))
         )
-        profile = recording.profile([*begun, *seconds])
+        profile, blocks = recording.profile([*begun, *seconds])
         if self.states.step_peak:
             # The optimizer's step was another one then: with no states yet, or with others on the device.
             profile = profile.ending_below(self.states.step_peak)
-        blocks = list(recording.blocks)
         guessed = before > 0 or not self._known
         known = Known(
             recording.course, recording.uses, recording.names, blocks, profile, guessed=guessed, choice=choice
@@ -273,7 +280,7 @@ class Repertoire:
         names = recording.names
         if len(names) != len(known.names) or set(names) != set(known.names):
             return 0
-        seen, known_now = recording.profile([0.0] * len(names)), known.profile.scaled(*variant)
+        seen, known_now = recording.profile([0.0] * len(names))[0], known.profile.scaled(*variant)
         at = dict(zip(names, zip(seen.full, seen.transient, strict=True), strict=True))
         full = [at[name][0] for name in known.names]
         transient = [at[name][1] for name in known.names]
@@ -289,7 +296,7 @@ class Repertoire:
         """The kind of steps that a recording is of, if there is one with the same events and sizes."""
         sizes = [life.nbytes for life in recording.blocks.values()]
         for known in self._known:
-            alike = known.names == recording.names and known.profile.nbytes == sizes
+            alike = known.names == recording.names and known.sizes == sizes
             if alike and not known.stitched and not self.apart(recording.standing[0] - known.standing):
                 return known
         return None

@@ -190,7 +190,7 @@ class Account:
             if whole and self._last is not None and _alike(self._last, step):
                 self._measured = step, event
         elif step.recording.regular and whole:
-            self._recorded = step.recording.profile(event.seconds), step.recording.names
+            self._recorded = step.recording.profile(event.seconds)[0], step.recording.names
 
     def step(self) -> tuple[Profile, Sequence[Name], Link]:
         """The step that plans are for, its positions, and the link. Raises RuntimeError before one was measured."""
@@ -333,7 +333,6 @@ class OverrunCause(Enum):
     AFTER = "after the last use of what was saved, as a rule in the optimizer's step or an evaluation"
     SMALL = "tensors below min_bytes filled it, which has fallen by itself: more moves from the next step on"
     NOTHING = "nothing that it saved for backward could move"
-    TWICE = "backward came to the same graph more than once, for which there are no plans"
     UNFINISHED = "backward did not use most of what was saved, and no plan can be made from that"
     NEW = "no step like it was known"
     PLANNED = "it took more than the step that its plan was made for"
@@ -344,7 +343,6 @@ _HELPS: dict[OverrunCause, str] = {
     OverrunCause.AFTER: "evaluations in smaller batches, and with no_grad()",
     OverrunCause.SMALL: "nothing, if it is the last time; a smaller min_bytes from the beginning",
     OverrunCause.NOTHING: "checkpoints, or smaller batches",
-    OverrunCause.TWICE: "one backward of the sum of the losses; checkpoints, or smaller batches",
     OverrunCause.UNFINISHED: "forwards without a backward under no_grad(); smaller batches",
     OverrunCause.NEW: "nothing, if steps like it follow: they go by a plan",
     OverrunCause.PLANNED: "nothing, if it is the last time: plans leave as much more free now",

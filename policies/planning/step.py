@@ -201,8 +201,9 @@ class StepUnderWay:
         if isinstance(event, Used):
             self.undecided = False
             self.in_use.add(event.key)
+            recording.turn(event.graph)
             if name[1] is not None:
-                recording.use(name[1])
+                recording.use(name[1], (event.graph, event.layer))
             return name
         if isinstance(event, Dropped):
             self.undecided = False
@@ -219,15 +220,17 @@ class StepUnderWay:
                 block = names.block(key)
                 if block is not None and block not in recording.blocks:
                     if self.known is not None and self.variant.ratio == 1:
-                        self.varies |= self.known.profile.nbytes[len(self.sizes) :][:1] != [nbytes]
+                        self.varies |= self.known.sizes[len(self.sizes) :][:1] != [nbytes]
                     recording.save(block, nbytes)
                     self.sizes.append(nbytes)
                     self.undecided |= len(self.sizes) in (1, self.compared)
         elif isinstance(event, LayerBegin):
             self.in_use.clear()
+            recording.turn(event.graph)
             if event.backward:
                 recording.backward(name[1], name[2])
         elif isinstance(event, (ForwardBegin, ForwardEnd)):
+            recording.turn(event.graph)
             recording.forward(begins=isinstance(event, ForwardBegin))
         return name
 

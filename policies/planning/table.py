@@ -19,8 +19,8 @@ _Step = tuple[type[Action], Name]
 class Table:
     """What to answer at each event of a step, by the events' names.
 
-    returns: the blocks that leave, in the order in which they come back. script,
-    recording: of a step that was played by it.
+    blocks: the names of their lives, which are numbered as in the profile. returns: of the lives in which they
+    leave, in the order in which they come back. script, recording: of a step that was played by it.
     """
 
     profile: Profile
@@ -31,8 +31,8 @@ class Table:
     returns: Sequence[Name] = field(init=False)
     script: Script | None = field(default=None, init=False)
     recording: Recording | None = field(default=None, init=False)
-    _place: dict[Name, int] = field(init=False)
-    _number: dict[Name, int] = field(init=False)
+    _place: dict[int, int] = field(init=False)
+    _lives: dict[Name, list[int]] = field(init=False)
     # The bytes of the step's blocks and of all at each position, and of all from each block's reload to its use at
     # most.
     _own: Sequence[int] = field(init=False)
@@ -75,8 +75,10 @@ class Table:
         self._highest = _maxima(self._memory, windows)
         self._reload = reload
         self.returns = [self.blocks[b] for b in in_order]
-        self._place = {block: i for i, block in enumerate(self.returns)}
-        self._number = {block: b for b, block in enumerate(self.blocks)}
+        self._place = {b: i for i, b in enumerate(in_order)}
+        self._lives = defaultdict(list)
+        for b, block in enumerate(self.blocks):
+            self._lives[block[:3]].append(b)
         self._steps = dict(steps)
         self._position = {name: k for k, name in enumerate(self.names)}
 
@@ -85,24 +87,27 @@ class Table:
         steps = self._steps.get(event, ())
         return [kind(key) for kind, block in steps if (key := names.key(block)) is not None]
 
-    def place(self, block: Name | None) -> int:
-        """Where it stands among `returns`; what does not leave by the plan comes last."""
-        return len(self.returns) if block is None else self._place.get(block, len(self.returns))
-
     def use(self, block: Name | None, after: Name) -> float:
         """The position of a block's next use after an event; infinite where the plan has none.
 
-        Of uses beyond the first it knows only that they come before the block's end: it may be at once.
+        Of uses beyond the first of a life it knows only that they come before its end: it may be at once.
         """
-        b = None if block is None else self._number.get(block)
-        if b is None:
-            return inf
-        use, end, now = self.profile.used[b], self.profile.dropped[b], self._position.get(after, 0)
-        return max(use, now) if max(use, now) < end else inf
+        now = self._position.get(after, 0)
+        for b in () if block is None else self._lives.get(block, ()):
+            use, end = max(self.profile.used[b], now), self.profile.dropped[b]
+            if use < end:
+                return use
+        return inf
 
-    def following(self, block: Name | None, count: int) -> Sequence[Name]:
-        """The next to come back after a block."""
-        first = self.place(block) + 1
+    def _life(self, block: Name | None, now: int) -> int | None:
+        """The life that a block is in at a position."""
+        lives = () if block is None else self._lives.get(block, ())
+        return next((b for b in lives if now < self.profile.dropped[b]), lives[-1] if lives else None)
+
+    def following(self, block: Name | None, after: Name, count: int) -> Sequence[Name]:
+        """The next to come back after a block that comes back after an event."""
+        b = self._life(block, self._position.get(after, 0))
+        first = len(self.returns) if b is None else self._place.get(b, len(self.returns)) + 1
         return self.returns[first : first + count]
 
     def knows(self, event: Name) -> bool:
@@ -123,13 +128,13 @@ class Table:
         own: the bytes of the step's blocks on the device, with this one; others: all else, at the event.
         """
         k = self._position.get(event)
-        b = None if block is None else self._number.get(block)
+        b = None if k is None else self._life(block, k)
         if k is None or b is None:
             return own + others
         # What is later than planned, or was not to leave, must only fit from here on.
         on_time = b in self._reload and k <= self._reload[b]
         until = self.profile.used[b] + 1
-        highest = self._highest[self.place(block)] if on_time else max(self._memory[k:until], default=0)
+        highest = self._highest[self._place[b]] if on_time else max(self._memory[k:until], default=0)
         return max(own + others, highest + own - self._own[k] + self._more(k, others))
 
     def _more(self, k: int, others: int) -> int:

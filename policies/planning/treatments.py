@@ -118,6 +118,9 @@ class Treatments:
         if course is None:
             return
         self._last = course
+        if step.recording.split:
+            course.once, course.plain = True, None
+            course.forget()
         if step.known is course.plain and step.variant.ratio == 1:
             course.more = step.variant.more
         if self._trials:
@@ -137,7 +140,7 @@ class Treatments:
     def learnt(self, known: Known | None) -> None:
         """A step that was begun as this one was has been recorded. None if no plan for it keeps the budget."""
         course = self._course
-        if course is None or self._inputs is None:
+        if course is None or self._inputs is None or course.once:
             return
         if known is None:
             if course.trying is not None and self.choice:
@@ -233,6 +236,8 @@ class Treatments:
 class _Course:
     """What is known of the steps that begin with a forward of so many layers.
 
+    once: no layer may be computed again, as backward comes to layers more than once: a checkpoint keeps what each
+    time has computed as long as the graph is there.
     plain: one that keeps all. more: the bytes that are taken before it by now, and were not when it was recorded.
     inputs: the bytes that its first layer is called with.
     called: those that each layer was called with, at most. held: of these what is kept only where the layer is
@@ -247,6 +252,7 @@ class _Course:
     sizes that it was made for, and the step.
     """
 
+    once: bool = False
     plain: Known | None = None
     more: int = 0
     inputs: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 from tests.models import equal
 from tiered_mem import TieringManager
-from tiered_mem.policies import LayerOrderPolicy
+from tiered_mem.policies import Event, LayerOrderPolicy, Saved
+from tiered_mem.policies.base import Advice
 
 
 class Block(nn.Module):
@@ -46,6 +48,32 @@ def test_the_gradients_are_those_of_the_plain_run(device: str) -> None:
             for _ in range(3):
                 assert equal(penalty(model, x), expected)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+class Counting(LayerOrderPolicy):
+    """keys: the blocks that were told of."""
+
+    def __init__(self, offload: int) -> None:
+        super().__init__(offload=offload)
+        self.keys: set[int] = set()
+
+    def decide(self, event: Event) -> Sequence[Advice]:
+        if isinstance(event, Saved):
+            self.keys.update(key for key, _ in event.blocks)
+        return super().decide(event)
+
+
+def test_what_was_away_and_is_saved_once_more_is_one_block(device: str) -> None:
+    model, x = make(device)
+    blocks = []
+    for layers in (0, 6):
+        policy = Counting(layers)
+        with TieringManager(policy=policy, device=device, host_bytes="32MiB") as manager:
+            with manager.attach(model, min_bytes=4096):
+                penalty(model, x)
+            assert (manager.stats()["reloaded.blocks.total"] > 0) == (layers > 0)
+        blocks.append(len(policy.keys))
+    assert blocks[0] == blocks[1]
 
 
 def test_the_budget_is_kept(device: str, device_module: ModuleType, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,15 @@ from tests.policies.simulated.steps import (
     profile,
 )
 from tests.policies.simulated.strange_steps import coming_back, twice
-from tiered_mem.policies import Event, ForwardBegin, LayerBegin, LayerEnd, Offload, PlannedPolicy, Release
+from tiered_mem.policies import (
+    Event,
+    ForwardBegin,
+    LayerBegin,
+    LayerEnd,
+    Offload,
+    PlannedPolicy,
+    Release,
+)
 from tiered_mem.policies.base import ExactMemory, StepBegin, StepEnd, StepMeasured
 from tiered_mem.policies.places import Place, Placed, Places
 from tiered_mem.policies.planning import Link, plan
@@ -229,6 +237,22 @@ def test_a_second_backward_over_the_same_blocks() -> None:
         outcome = machine.run(other)
         assert outcome.peak <= budget + step.blocks[0].nbytes
         assert machine.blocks == {}
+
+
+def test_steps_with_two_backwards_over_the_same_blocks_have_a_plan() -> None:
+    """What the first backward has used leaves once more, and is back for the second."""
+    step = twice(gpt())
+    budget = budget_between(profile(gpt()), 0.2)
+    machine = Machine(PlannedPolicy(budget, LINK), LINK)
+    machine.run(step)
+    for _ in range(4):
+        outcome = machine.run(step)
+        assert outcome.peak <= budget
+        assert outcome.on_demand == 0
+        assert machine.blocks == {}
+    moved = machine.policy.report().moved
+    assert moved is not None
+    assert moved > sum(block.nbytes for block in step.blocks)
 
 
 def test_a_backward_in_another_order() -> None:

@@ -89,6 +89,8 @@ class Watched(Policy):
             assert each.key in self.blocks, f"{each} after {event} is of a block that is gone"
         if isinstance(event, Used) and self.blocks[event.key].place is Place.HOST:
             assert Reload(event.key) in answer
+        moves = [type(each) for each in answer if isinstance(each, Release | Reload)]
+        assert moves == sorted(moves, key=lambda move: move is Reload), "room is made before anything comes"
         return answer
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.steps import INPUT, Step, budget_between
+from tests.policies.simulated.strange_steps import twice
 from tests.policies.simulated.treated import Model, decoder
 from tiered_mem.policies import LayerBegin, PlannedPolicy
 from tiered_mem.policies.base import ExactMemory, How
@@ -68,6 +69,14 @@ def test_the_budget_is_kept_where_some_layers_have_room_to_be_computed_again(sha
 def test_nothing_is_tried_where_nothing_waits() -> None:
     training = Training(decoder(LAYERS), 1.0)
     training.settled()
+    assert training.treated == [{}] * SETTLED
+
+
+def test_no_layer_is_computed_again_to_which_backward_comes_twice() -> None:
+    """A checkpoint would keep what each time has computed until the graph is gone."""
+    training = Training(decoder(LAYERS), 0.3)
+    for _ in range(SETTLED):
+        assert training.step(twice(training.model.step())).peak <= training.budget
     assert training.treated == [{}] * SETTLED
 
 

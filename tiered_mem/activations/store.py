@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 
 from ..device.device import Device, Stream
+from ..device.torch_private import storage_id
 from ..device.transfer import Ticket, TransferEngine
 from ..errors import Closed, PolicyError, TierFull, changed_tensor
 from ..ground.arguments import one_of
@@ -359,7 +360,7 @@ class BlockStore:
         except BaseException:
             self._engine.synchronize()
             raise
-        arriving = Place.ARRIVING
+        arriving, by_span = Place.ARRIVING, self.blocks.by_span
         left: dict[Ticket, list[HostSlot]] = {}
         for (block, slot), tensor, ticket in zip(moves, tensors, tickets, strict=True):
             block.tensor = tensor
@@ -368,6 +369,8 @@ class BlockStore:
             block.ticket = ticket
             block.host = None
             block.versions = [(tensor, tensor._version)]
+            block.span = span = storage_id(tensor.untyped_storage()), 0, block.nbytes
+            by_span[span] = block  # a backward that makes a graph saves it once more
             block.place = arriving
             left.setdefault(ticket, []).append(slot)
         for ticket, slots in left.items():
