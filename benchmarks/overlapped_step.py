@@ -8,8 +8,10 @@ is set so that backward takes --backward times as long as the states of one dire
 What a step takes beyond one with its states on the device is told over that time of the link, or over the drive's
 where that is longer. Without an overlap it is about all of it.
 
-Kernels and copies of the emulated device share this machine's processors; kernels are given one of them, so that
-the copies find another. Where others work here too, it measures them.
+Kernels and copies of the emulated device share this machine's processors and its memory; kernels are given one
+processor, so that the copies find another. What copies cost that nobody waits for is measured too: a training with
+its states on the device issues as many bytes in both directions when a step begins. Where others work here too, it
+measures them.
 
 In each round everyone takes some steps in a row, in an order that is another each time, and ends when all that they
 began has. A step is that time over their number; beyond is what it takes more than the plain one of the same round.
@@ -55,6 +57,7 @@ HOST_AT_MOST, DISK_AT_MOST = 0.15, 0.3
 
 HEAD = 64
 PLAIN = "on the device"
+BESIDE = "with copies beside"
 
 
 def main() -> None:
@@ -73,7 +76,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir, prefix="benchmark-")))
         copies = Copies(kind, nbytes, options.bucket // 2)
         drive = stack.enter_context(Drive.below(folder, nbytes, options.bucket // 2))
-        trainings = [plain]
+        trainings = [plain, Beside(copies, model_for(kind, options), data)]
         for residency, overlap in asked(options):
             manager = stack.enter_context(manager_for(residency, kind, nbytes, options.bucket, folder))
             tiered = Tiering(manager, residency, overlap, options.bucket)
@@ -141,6 +144,18 @@ class Training:
             taken.append(time.perf_counter() - began)
             self._optimizer.zero_grad()
         return min(taken)
+
+
+class Beside(Training):
+    """States stay on the device, and copies run beside each step of which it needs none."""
+
+    def __init__(self, copies: Copies, model: GPT, data: Sequence[torch.Tensor]) -> None:
+        super().__init__(BESIDE, model, data)
+        self._copies = copies
+
+    def step(self) -> None:
+        self._copies.step()
+        super().step()
 
 
 @dataclass(frozen=True)
