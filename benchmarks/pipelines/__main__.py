@@ -134,7 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shares", nargs="+", type=int, default=[75, 50, 25], help="per cent of what is saved")
     parser.add_argument("--layers", nargs="*", type=int, default=[4, 8, 12, 16], help="of LayerOrderPolicy")
     parser.add_argument("--tokens", type=int, default=2048, help="of a microbatch, which is one sequence")
-    parser.add_argument("--steps", type=int, default=12, help='of policy="auto"')
+    parser.add_argument("--steps", type=int, default=24, help='of policy="auto"')
     parser.add_argument("--chip", default="910b3", help="a name or file, as --clock of ascend_emulator takes it")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file for all figures")
     return parser.parse_args()

@@ -292,6 +292,11 @@ class Repertoire:
             known.tables.clear()
         return grown
 
+    def recorded(self, choice: Choice) -> Known | None:
+        """The kind of steps with this treatment that was used last, if its times can be gone by."""
+        sure = (each for each in reversed(self._known) if not (each.stitched or each.guessed))
+        return next((known for known in sure if known.choice == choice), None)
+
     def same(self, recording: Recording) -> Known | None:
         """The kind of steps that a recording is of, if there is one with the same events and sizes."""
         sizes = [life.nbytes for life in recording.blocks.values()]

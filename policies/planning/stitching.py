@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -186,6 +186,15 @@ class RecordedStep:
         """Of each part."""
         return [sum(self.profile.seconds[a:z]) for a, z in pairwise(self.cuts)]
 
+    def later(self, late: Sequence[float]) -> RecordedStep:
+        """The same with parts that are so many seconds longer each, in the longest pause that each has."""
+        seconds = list(self.profile.seconds)
+        for (a, z), more in zip(pairwise(self.cuts), late, strict=True):
+            if a < z:
+                longest = max(range(a, z), key=seconds.__getitem__)
+                seconds[longest] = max(0.0, seconds[longest] + more)
+        return replace(self, profile=replace(self.profile, seconds=seconds))
+
 
 @dataclass(frozen=True)
 class Ways:
@@ -204,6 +213,18 @@ class Ways:
     def layers(self) -> list[tuple[str, int, int] | None]:
         """Of each part, as a `RecordedStep` has them."""
         return self.steps[None].layers
+
+    def as_measured(self, measured: RecordedStep, choice: Choice) -> Ways:
+        """The same with the times of a step that was measured, in which each layer was treated as `choice` has it.
+
+        By how much each of its parts was longer or shorter than was to be expected, that part is in all ways. It is
+        what a step waits for others, as ranks of a pipeline do, however its layers are treated.
+        """
+        expected = self.stitched(choice)
+        if measured.layers != expected.layers:
+            return self
+        late = list(map(float.__sub__, measured.seconds, expected.seconds))
+        return Ways({way: step.later(late) for way, step in self.steps.items()})
 
     def of(self, layer: int) -> set[Way]:
         """How a layer can be treated: as it was in a step that was recorded."""

@@ -21,9 +21,11 @@ _log = logging.getLogger("tiered_mem.policies")
 WORTH = 0.005
 # And what another choice has to save, once there is one.
 _BETTER = 0.02
-# A choice is made again where a rate or a size is another by this share, and not before so many steps.
+# A choice is made again where a rate, a size or a time is another by this share, and not before so many steps.
 _CHANGED = 0.05
 _PATIENCE = 16
+# So often a choice is made again since steps took other times.
+_CORRECTIONS = 3
 # So many steps are tried in one way, of which none could be planned for.
 _TRIES = 4
 # As "cheap" once more where "full" shows that what it keeps lets more layers find room for that.
@@ -185,20 +187,43 @@ class Treatments:
     def _consider(self, course: _Course, number: int) -> None:
         """Begins to try other ways, or chooses again, where there is a reason."""
         plain = course.plain
+        if course.done and self._took_other_times(course):
+            self._choose(course, _BETTER)
         if plain is None or course.number + _PATIENCE > number:
             return
-        basis = self._repertoire.basis
+        basis = self._basis(plain)
         if not any(abs(new - old) > _CHANGED * old for new, old in zip(basis, course.basis, strict=True)):
             return
         if course.done:
+            course.corrections = 0
             self._choose(course, _BETTER)
             course.number = number
+        elif any(course.basis) and not course.doubted:
+            # The ways are compared with its times, which are measured before.
+            course.doubted = plain.guessed = True
         elif self._try_all or not self._waits_little(plain, Variant(1.0, course.more)):
             course.number = number
+            course.doubted = False
             course.left = [*_WAYS]
             self._next(course)
         else:
-            course.basis = basis
+            course.basis, course.doubted = basis, False
+
+    def _basis(self, plain: Known) -> tuple[float, ...]:
+        """What decides how layers are treated best."""
+        return *self._repertoire.basis, plain.profile.compute
+
+    def _took_other_times(self, course: _Course) -> bool:
+        """Whether steps take other times than what was chosen by, as where they wait for other ranks no more that
+        tried their ways at that time. Those count from now on."""
+        known = self._repertoire.recorded(course.choice)
+        if known is None or course.corrections >= _CORRECTIONS:
+            return False
+        if abs(known.profile.compute - course.expected) <= _BETTER * course.expected:
+            return False
+        course.corrections += 1
+        course.shown = _recorded(known, Variant()), course.choice
+        return True
 
     def _next(self, course: _Course) -> None:
         """Goes on to the first way, or to the one after what was tried. What was is known now, or cannot be."""
@@ -216,9 +241,10 @@ class Treatments:
 
     def _choose(self, course: _Course, better: float) -> None:
         ways = course.measured()
-        course.basis = self._repertoire.basis
+        course.basis = course.basis if course.plain is None else self._basis(course.plain)
         if ways is None:
             return
+        course.expected = ways.stitched(course.choice).profile.compute
         repertoire = self._repertoire
         try:
             layers = sorted({layer for known, _ in course.ways.values() for layer in known.choice})
@@ -229,6 +255,7 @@ class Treatments:
         if chosen.seconds > (1 - better) * chosen.before or chosen.choice == course.choice:
             return
         course.choice = chosen.choice
+        course.expected = ways.stitched(chosen.choice).profile.compute
         course.stitched = bool(chosen.choice) and repertoire.stitch(ways.stitched(chosen.choice), chosen.choice)
 
 
@@ -247,9 +274,11 @@ class _Course:
     kept: of each layer that had a trial in the way that is tried now, the bytes of the blocks that it had then.
     results: of each that had one as "full", what "cheap" would keep, and at most beside what it saves.
     trying: what is tried now. left: what is to be tried after it. tries: the steps since then without a trial.
-    done: all ways were tried.
-    choice: what was chosen. stitched: no step was recorded that has it. basis, number: of the choice, the rates and
-    sizes that it was made for, and the step.
+    doubted: the times of the plain step are other ones by now, and so it is measured once more.
+    done: all ways were tried. expected: the seconds of a step, without waits for copies, as it was chosen. shown: a
+    step that took other ones, and how its layers were treated. corrections: how often that was a reason to choose.
+    choice: what was chosen. stitched: no step was recorded that has it. basis, number: of the choice, the rates,
+    sizes and time that it was made for, and the step.
     """
 
     once: bool = False
@@ -266,10 +295,14 @@ class _Course:
     trying: How | None = None
     left: list[How] = field(default_factory=list)
     tries: int = 0
+    doubted: bool = False
     done: bool = False
+    expected: float = 0.0
+    shown: tuple[RecordedStep, Choice] | None = None
+    corrections: int = 0
     choice: Choice = field(default_factory=dict)
     stitched: bool = False
-    basis: tuple[float, ...] = (0.0,) * 5
+    basis: tuple[float, ...] = (0.0,) * 6
     number: int = -_PATIENCE
 
     def all(self, how: How) -> Choice:
@@ -308,8 +341,9 @@ class _Course:
         self.results.clear()
         self.layers.clear()
         self.trying, self.tries, self.done = None, 0, False
+        self.expected, self.shown, self.corrections = 0.0, None, 0
         self.choice, self.stitched = {}, False
-        self.basis = (0.0,) * 5
+        self.basis = (0.0,) * 6
 
     def measured(self) -> Ways | None:
         """What can be chosen from; None where there is nothing."""
@@ -322,7 +356,9 @@ class _Course:
                 steps[how] = step
             else:
                 _log.info("layers are not treated as %r: they begin in another order then", how)
-        return Ways(steps) if len(steps) > 1 else None
+        if len(steps) == 1:
+            return None
+        return Ways(steps) if self.shown is None else Ways(steps).as_measured(*self.shown)
 
 
 def _recorded(known: Known, variant: Variant) -> RecordedStep:

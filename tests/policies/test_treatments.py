@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.policies.simulated.machine import Machine, Outcome
-from tests.policies.simulated.steps import INPUT, Step, budget_between
+from tests.policies.simulated.steps import INPUT, Compute, Instruction, Step, budget_between
 from tests.policies.simulated.strange_steps import twice
 from tests.policies.simulated.treated import Model, decoder
 from tiered_mem.policies import LayerBegin, PlannedPolicy
@@ -70,6 +70,45 @@ def test_nothing_is_tried_where_nothing_waits() -> None:
     training = Training(decoder(LAYERS), 1.0)
     training.settled()
     assert training.treated == [{}] * SETTLED
+
+
+class Awaited(Training):
+    """A rank of a pipeline, whose first steps wait for others before each of its layers.
+
+    idle: for so many seconds.
+    """
+
+    idle = 0.0
+
+    def step(self, step: Step | None = None) -> Outcome:
+        if len(self.treated) >= SETTLED:
+            self.idle = 0.0
+        outcome = self.machine.run(self._waiting({}), remade=self._waiting)
+        self.treated.append(dict(self.machine.treated))
+        return outcome
+
+    def _waiting(self, treated: Mapping[int, How]) -> Step:
+        step = self.model.step(treated)
+        code: list[Instruction] = []
+        for each in step.code:
+            waits = isinstance(each, LayerBegin)
+            code += [Compute(self.idle * waits), each]
+        return Step(step.blocks, code)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.4, 0.5])
+@pytest.mark.parametrize("idle", [5e-3, 20e-3])
+def test_who_waited_for_others_at_first_chooses_again_when_these_are_faster(share: float, idle: float) -> None:
+    """With the longer waits nothing was tried at all, as all copies were hidden."""
+    training, never = Awaited(decoder(LAYERS), share), Training(decoder(LAYERS), share)
+    training.idle = idle
+    for _ in range(SETTLED):
+        training.step()
+    before = training.treated[-1]
+    for _ in range(2 * SETTLED):
+        taken = training.step().seconds
+    assert taken <= 1.01 * never.settled()
+    assert len(before) < len(training.treated[-1])
 
 
 def test_no_layer_is_computed_again_to_which_backward_comes_twice() -> None:
