@@ -192,13 +192,14 @@ class Treatments:
         if plain is None or course.number + _PATIENCE > number:
             return
         basis = self._basis(plain)
-        if not any(abs(new - old) > _CHANGED * old for new, old in zip(basis, course.basis, strict=True)):
+        changed = [abs(new - old) > _CHANGED * old for new, old in zip(basis, course.basis, strict=True)]
+        if not any(changed):
             return
         if course.done:
             course.corrections = 0
             self._choose(course, _BETTER)
             course.number = number
-        elif any(course.basis) and not course.doubted:
+        elif changed[-1] and any(course.basis) and not course.doubted:
             # The ways are compared with its times, which are measured before.
             course.doubted = plain.guessed = True
         elif self._try_all or not self._waits_little(plain, Variant(1.0, course.more)):
