@@ -128,7 +128,7 @@ class Contest:
             yield self.with_policy(MegatronPolicy(groups), f"{groups} of {self.layers}")
 
     def smart_swap(self, budget: int) -> Measured:
-        names, blocks = self.recording.names, list(self.recording.blocks)
+        names, blocks = self.recording.names, self.recording.profile(self.profile.seconds)[1]
         table = Table(self.profile, SmartSwap(self.profile, names, budget).plan(), None, names, blocks)
         return self.with_policy(PlayingPolicy(table), "")
 

@@ -52,7 +52,7 @@ class ObservingPolicy(Policy):
                 self._step = None
             case StepMeasured(number, seconds):
                 self.recording = self._ended.pop(number)
-                self.profiles.append(self.recording.profile(seconds))
+                self.profiles.append(self.recording.profile(seconds)[0])
             case Memory(device):
                 self._device = device
                 if self._step is not None:

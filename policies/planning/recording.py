@@ -38,7 +38,7 @@ class Recording:
     # The graph at work, and where each turn began. Of each graph the layer whose backward began last, and all that
     # have begun.
     _graph: int | None = None
-    _turns: list[int] = field(default_factory=list)
+    _turns: list[int] = field(default_factory=lambda: [0])
     _begun: dict[int, int] = field(default_factory=dict)
     _past: set[tuple[int, int]] = field(default_factory=set)
 
@@ -97,17 +97,23 @@ class Recording:
         self._past.add((graph, layer))
 
     def save(self, block: Name, nbytes: int) -> None:
-        self.blocks.setdefault(block, _Life(nbytes, len(self.names) - 1))
+        if (life := self.blocks.get(block)) is not None:
+            life.shared = True
+        else:
+            self.blocks[block] = _Life(nbytes, len(self.names) - 1)
 
-    def use(self, block: Name, by: tuple[int, int]) -> None:
-        """by: the graph and the layer whose backward asks for it."""
+    def use(self, block: Name, graph: int) -> None:
+        """graph: the one that saved it last."""
         life = self.blocks.get(block)
         if life is None:
             return
+        if not life.shared:
+            self.turn(graph)
         here = len(self.names) - 1
         if not life.runs or self._turns[-1] > life.runs[-1].last:
-            self.split |= any(run.by == by for run in life.runs)
-            life.runs.append(_Run(here, self._backward, by))
+            # What one operator alone has saved is used again only where backward comes to that once more.
+            self.split |= bool(life.runs) and not life.shared
+            life.runs.append(_Run(here, self._backward))
         life.runs[-1].last = here
 
     def drop(self, block: Name) -> None:
@@ -169,21 +175,26 @@ def _next(places: Sequence[int], after: int, end: int) -> int:
 
 @dataclass
 class _Run:
-    """Uses of a block in one turn: the first and the last, and what `by` and in which backward."""
+    """Uses of a block in one turn: the first and the last, and where the first one's layer began its backward.
+
+    loose: as a `_Life` has it, after them.
+    """
 
     first: int
     backward: int
-    by: tuple[int, int]
     last: int = 0
     loose: int = 0
 
 
 @dataclass
 class _Life:
+    """shared: it was saved more than once."""
+
     nbytes: int
     saved: int
     dropped: int | None = None
     loose: int = 0
+    shared: bool = False
     runs: list[_Run] = field(default_factory=list)
 
 

@@ -201,9 +201,8 @@ class StepUnderWay:
         if isinstance(event, Used):
             self.undecided = False
             self.in_use.add(event.key)
-            recording.turn(event.graph)
             if name[1] is not None:
-                recording.use(name[1], (event.graph, event.layer))
+                recording.use(name[1], event.graph)
             return name
         if isinstance(event, Dropped):
             self.undecided = False
@@ -218,10 +217,13 @@ class StepUnderWay:
         if isinstance(event, Saved):
             for key, nbytes in event.blocks:
                 block = names.block(key)
-                if block is not None and block not in recording.blocks:
+                if block is None:
+                    continue
+                new = block not in recording.blocks
+                recording.save(block, nbytes)
+                if new:
                     if self.known is not None and self.variant.ratio == 1:
                         self.varies |= self.known.sizes[len(self.sizes) :][:1] != [nbytes]
-                    recording.save(block, nbytes)
                     self.sizes.append(nbytes)
                     self.undecided |= len(self.sizes) in (1, self.compared)
         elif isinstance(event, LayerBegin):

@@ -11,9 +11,10 @@ from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.steps import INPUT, Compute, Instruction, Step, budget_between
 from tests.policies.simulated.strange_steps import twice
 from tests.policies.simulated.treated import Model, decoder
-from tiered_mem.policies import LayerBegin, PlannedPolicy
-from tiered_mem.policies.base import ExactMemory, How
+from tiered_mem.policies import LayerBegin, PlannedPolicy, Saved
+from tiered_mem.policies.base import ExactMemory, How, Used
 from tiered_mem.policies.planning import Link
+from tiered_mem.policies.planning.step import StepUnderWay
 
 LINK = Link(10e9, 10e9, 1.0, 5e-6)
 LAYERS = 8
@@ -182,3 +183,16 @@ def test_a_slower_link_leads_to_another_choice() -> None:
     assert len(training.treated[-1]) > len(before)
     assert outcome.peak <= training.budget
     assert len({str(treated) for treated in training.treated[-10:]}) == 1
+
+
+@pytest.mark.parametrize(("savers", "split"), [((0,), True), ((0, 1), False)])
+def test_what_several_graphs_have_saved_tells_of_no_second_backward(savers: tuple[int, ...], split: bool) -> None:
+    """Such as the inputs that all microbatches share: each of their backwards uses it."""
+    step = StepUnderWay(0)
+    for graph in savers:
+        step.take(LayerBegin(graph, 0, backward=False), 0)
+        step.take(Saved(graph, 0, [(7, INPUT)]), 0)
+    for graph in (0, 1):
+        step.take(LayerBegin(graph, 0, backward=True), 0)
+        step.take(Used(savers[-1], 0, 7), 0)
+    assert step.recording.split == split
