@@ -96,11 +96,11 @@ class Recording:
         self._begun[graph] = layer
         self._past.add((graph, layer))
 
-    def save(self, block: Name, nbytes: int) -> None:
-        if (life := self.blocks.get(block)) is not None:
-            life.shared = True
-        else:
-            self.blocks[block] = _Life(nbytes, len(self.names) - 1)
+    def save(self, block: Name, nbytes: int) -> bool:
+        """Whether it is saved for the first time."""
+        life = self.blocks.setdefault(block, new := _Life(nbytes, len(self.names) - 1))
+        life.shared |= life is not new
+        return life is new
 
     def use(self, block: Name, graph: int) -> None:
         """graph: the one that saved it last."""
@@ -201,6 +201,11 @@ class _Life:
 Name = tuple[Any, ...]
 
 
+def whole(life: Name) -> Name:
+    """The name of a block, by that of one of its lives."""
+    return life[:3]
+
+
 class StepNames:
     """Names the events of one step: what happens to which graph of the step and which layer, and how often before.
 
@@ -245,7 +250,7 @@ class StepNames:
 
     def key(self, block: Name) -> int | None:
         """Of a block, or of one of its lives."""
-        return self._keys.get(block[:3])
+        return self._keys.get(whole(block))
 
     def _graph(self, graph: int) -> int:
         return self._graphs.setdefault(graph, len(self._graphs))

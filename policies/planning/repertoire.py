@@ -13,7 +13,7 @@ from .disk_and_states import Beside, StatesShare, explained, paced, plan_disk, s
 from .planner import least_memory, plan
 from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile
 from .rates import Rates
-from .recording import Name, Recording
+from .recording import Name, Recording, whole
 from .stitching import Choice, RecordedStep
 from .table import Table
 
@@ -23,8 +23,6 @@ _KEPT = 8
 _GRID = 128
 # This part of the room is left free where layers are treated in a new way, and no step of that kind was recorded.
 TRIED = 100
-# The length of a block's name; that of a later life of it is longer.
-_WHOLE = 3
 # So many blocks show of which kind a step is.
 COMPARED = 8
 # Of new seconds in the mean of them and the old.
@@ -79,7 +77,7 @@ class Known:
 
     @cached_property
     def sizes(self) -> list[int]:
-        return [size for size, name in zip(self.profile.nbytes, self.blocks, strict=True) if len(name) == _WHOLE]
+        return [size for size, name in zip(self.profile.nbytes, self.blocks, strict=True) if name == whole(name)]
 
     def ratios(self, sizes: Sequence[int]) -> list[float]:
         """How much larger the first blocks are than the recorded ones."""

@@ -217,11 +217,7 @@ class StepUnderWay:
         if isinstance(event, Saved):
             for key, nbytes in event.blocks:
                 block = names.block(key)
-                if block is None:
-                    continue
-                new = block not in recording.blocks
-                recording.save(block, nbytes)
-                if new:
+                if block is not None and recording.save(block, nbytes):
                     if self.known is not None and self.variant.ratio == 1:
                         self.varies |= self.known.sizes[len(self.sizes) :][:1] != [nbytes]
                     self.sizes.append(nbytes)

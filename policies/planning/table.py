@@ -10,7 +10,7 @@ from math import inf
 
 from ..base import Action, Fetch, Offload, Release, Reload, Spill
 from .profile import DiskPlan, Plan, Profile
-from .recording import Name, Recording, Script, StepNames
+from .recording import Name, Recording, Script, StepNames, whole
 
 _Step = tuple[type[Action], Name]
 
@@ -32,7 +32,7 @@ class Table:
     script: Script | None = field(default=None, init=False)
     recording: Recording | None = field(default=None, init=False)
     _place: dict[int, int] = field(init=False)
-    _lives: dict[Name, list[int]] = field(init=False)
+    _lives: dict[Name | None, list[int]] = field(init=False)
     # The bytes of the step's blocks and of all at each position, and of all from each block's reload to its use at
     # most.
     _own: Sequence[int] = field(init=False)
@@ -78,7 +78,7 @@ class Table:
         self._place = {b: i for i, b in enumerate(in_order)}
         self._lives = defaultdict(list)
         for b, block in enumerate(self.blocks):
-            self._lives[block[:3]].append(b)
+            self._lives[whole(block)].append(b)
         self._steps = dict(steps)
         self._position = {name: k for k, name in enumerate(self.names)}
 
@@ -93,7 +93,7 @@ class Table:
         Of uses beyond the first of a life it knows only that they come before its end: it may be at once.
         """
         now = self._position.get(after, 0)
-        for b in () if block is None else self._lives.get(block, ()):
+        for b in self._lives.get(block, ()):
             use, end = max(self.profile.used[b], now), self.profile.dropped[b]
             if use < end:
                 return use
@@ -101,7 +101,7 @@ class Table:
 
     def _life(self, block: Name | None, now: int) -> int | None:
         """The life that a block is in at a position."""
-        lives = () if block is None else self._lives.get(block, ())
+        lives = self._lives.get(block, ())
         return next((b for b in lives if now < self.profile.dropped[b]), lives[-1] if lives else None)
 
     def following(self, block: Name | None, after: Name, count: int) -> Sequence[Name]:

@@ -191,7 +191,7 @@ class Treatments:
             self._choose(course, _BETTER)
         if plain is None or course.number + _PATIENCE > number:
             return
-        basis = self._basis(plain)
+        basis = self._basis(course)
         changed = [abs(new - old) > _CHANGED * old for new, old in zip(basis, course.basis, strict=True)]
         if not any(changed):
             return
@@ -210,9 +210,9 @@ class Treatments:
         else:
             course.basis, course.doubted = basis, False
 
-    def _basis(self, plain: Known) -> tuple[float, ...]:
+    def _basis(self, course: _Course) -> tuple[float, ...]:
         """What decides how layers are treated best."""
-        return *self._repertoire.basis, plain.profile.compute
+        return *self._repertoire.basis, 0.0 if course.plain is None else course.plain.profile.compute
 
     def _took_other_times(self, course: _Course) -> bool:
         """Whether steps take other times than what was chosen by, as where they wait for other ranks no more that
@@ -242,7 +242,7 @@ class Treatments:
 
     def _choose(self, course: _Course, better: float) -> None:
         ways = course.measured()
-        course.basis = course.basis if course.plain is None else self._basis(course.plain)
+        course.basis = self._basis(course)
         if ways is None:
             return
         course.expected = ways.stitched(course.choice).profile.compute
@@ -255,9 +255,9 @@ class Treatments:
             return
         if chosen.seconds > (1 - better) * chosen.before or chosen.choice == course.choice:
             return
-        course.choice = chosen.choice
-        course.expected = ways.stitched(chosen.choice).profile.compute
-        course.stitched = bool(chosen.choice) and repertoire.stitch(ways.stitched(chosen.choice), chosen.choice)
+        step = ways.stitched(chosen.choice)
+        course.choice, course.expected = chosen.choice, step.profile.compute
+        course.stitched = bool(chosen.choice) and repertoire.stitch(step, chosen.choice)
 
 
 @dataclass

@@ -27,15 +27,7 @@ from tests.policies.simulated.steps import (
     profile,
 )
 from tests.policies.simulated.strange_steps import coming_back, twice
-from tiered_mem.policies import (
-    Event,
-    ForwardBegin,
-    LayerBegin,
-    LayerEnd,
-    Offload,
-    PlannedPolicy,
-    Release,
-)
+from tiered_mem.policies import Event, ForwardBegin, LayerBegin, LayerEnd, Offload, PlannedPolicy, Release
 from tiered_mem.policies.base import ExactMemory, StepBegin, StepEnd, StepMeasured
 from tiered_mem.policies.places import Place, Placed, Places
 from tiered_mem.policies.planning import Link, plan

@@ -79,21 +79,23 @@ class Awaited(Training):
     idle: for so many seconds.
     """
 
-    idle = 0.0
+    def __init__(self, model: Model, share: float, idle: float) -> None:
+        super().__init__(model, share)
+        self.idle = idle
+        self._remade = self._waiting
 
     def step(self, step: Step | None = None) -> Outcome:
         if len(self.treated) >= SETTLED:
             self.idle = 0.0
-        outcome = self.machine.run(self._waiting({}), remade=self._waiting)
-        self.treated.append(dict(self.machine.treated))
-        return outcome
+        return super().step(self._waiting({}))
 
     def _waiting(self, treated: Mapping[int, How]) -> Step:
         step = self.model.step(treated)
         code: list[Instruction] = []
         for each in step.code:
-            waits = isinstance(each, LayerBegin)
-            code += [Compute(self.idle * waits), each]
+            if isinstance(each, LayerBegin):
+                code.append(Compute(self.idle))
+            code.append(each)
         return Step(step.blocks, code)
 
 
@@ -101,8 +103,7 @@ class Awaited(Training):
 @pytest.mark.parametrize("idle", [5e-3, 20e-3])
 def test_who_waited_for_others_at_first_chooses_again_when_these_are_faster(share: float, idle: float) -> None:
     """With the longer waits nothing was tried at all, as all copies were hidden."""
-    training, never = Awaited(decoder(LAYERS), share), Training(decoder(LAYERS), share)
-    training.idle = idle
+    training, never = Awaited(decoder(LAYERS), share, idle), Training(decoder(LAYERS), share)
     for _ in range(SETTLED):
         training.step()
     before = training.treated[-1]
