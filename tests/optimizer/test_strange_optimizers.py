@@ -93,7 +93,8 @@ def test_one_that_changes_states_without_gradients_is_stopped(
     give_gradients(params, 1, missing=True)
     assert any(param.grad is None for param in params)
     if early:
-        tiered.states.pipeline.prefetch(tiered.states.pipeline.buckets[0])
+        first = tiered.states.pipeline.buckets[0]
+        tiered.states.pipeline.bring([(first, set(first.params))])
     with pytest.raises(InterruptedStep) as caught:
         tiered.step()
     assert "the state of a parameter without gradient" in str(caught.value.__cause__)

@@ -159,3 +159,26 @@ def test_states_that_grow_and_find_no_room_stay(device: str, make_tiered: MakeTi
             optimizer.step()
     assert any(bucket.here() for bucket in tiered.states.pipeline.buckets)
     assert not differences(outcome(plain, expected), outcome(tiered, params))
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_host_that_is_steps_ahead_takes_no_more_device_memory(
+    overlap: str, device: str, make_tiered: MakeTiered, link: Link
+) -> None:
+    """torch's pool has memory back when the host sees that the copies out of it have ended."""
+    module = torch.get_device_module(device)
+    link(d2h="100MB/s")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8))).to(device)
+    tiered = make_tiered(torch.optim.AdamW(model.parameters()), bucket_bytes="4MiB", overlap=overlap)
+    x = torch.ones(2, 512, device=device)
+    reserved = []
+    for _ in range(8):
+        room = torch.empty(16 << 20, dtype=torch.uint8, device=device)
+        loss = model(x).square().sum()
+        del room
+        loss.backward()
+        tiered.step()
+        tiered.zero_grad()
+        reserved.append(module.memory_reserved())
+    assert reserved[-1] == reserved[3], reserved

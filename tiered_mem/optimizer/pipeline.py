@@ -30,7 +30,8 @@ class Pipeline:
     during a step only: it is allocated on the compute stream, which at the end waits for the last copy.
 
     With memory to spare buckets may also come ahead of a step, each into memory of its own. That, and the window,
-    goes back to torch's pool with copies out still under way then; nobody waits for them.
+    goes back to torch's pool with copies out still under way then. The compute stream does not wait for them; the
+    host does, before it takes such memory the next time.
 
     exclusive: inside, the engine may be called. residences: for the buckets. split: says what of a state moves.
     name: of the optimizer. in_order: the buckets have the order of the parameters. spare: there may be
@@ -59,6 +60,9 @@ class Pipeline:
         self._window: Window[Bucket] | None = None
         self._spare = spare
         self._own: dict[Bucket, Slot] = {}
+        # The last copies out of memory that was given up: of the window before, and of what had memory of its own.
+        self._left_window: list[Ticket] = []
+        self._left_own: list[Ticket] = []
         self._ending = False
         self.device = device
         self.residences = residences
@@ -109,7 +113,11 @@ class Pipeline:
 
         Raises what `step` and the residences raise, and torch.OutOfMemoryError.
         """
-        self._settle(bucket)
+        if bucket.stays and bucket.away():
+            try:
+                self.reload([bucket])  # into memory of its own
+            except torch.OutOfMemoryError:
+                bucket.stays = False
         if not self._bring(bucket, changing) and self._window is not None:
             self._window.keep_only([])  # those that came ahead of it are in its place
             self._bring(bucket, changing)
@@ -149,29 +157,20 @@ class Pipeline:
             room -= bucket.nbytes
             if room < 0:
                 return
+            _let_end(self._left_own)
             with self.device.on(stream):
                 flat = self.device.empty(bucket.nbytes, torch.uint8)
-            free = Ticket(stream.record_event(), self.device)
             slot = Slot(None, residence, residence.take(blank=False))
-            self._start(bucket, slot, set(bucket.params), flat, [free])
+            self._start(bucket, slot, set(bucket.params), flat, [Ticket(stream.record_event(), self.device)])
             buckets.popleft()
 
     def prefetch_first(self) -> None:
         """Begins to bring what the step to come needs first, if the memory is there."""
-        first = next((bucket for bucket in self.buckets if bucket.away() and not bucket.stays), None)
+        first = [(bucket, set(bucket.params)) for bucket in self.buckets if bucket.away() and not bucket.stays][:1]
         # Not on top of what backward needs: the peak stays what it is.
-        if first is not None and self.window_bytes <= self.device.below_peak():
+        if self._window is None and self.window_bytes <= self.device.below_peak():
             with suppress(torch.OutOfMemoryError):
-                self.prefetch(first)
-
-    def prefetch(self, bucket: Bucket) -> None:
-        """Begins to bring a bucket for the step to come. Where that would take a wait, only to the host."""
-        if bucket.residence is None or self._window is not None:
-            return
-        if not bucket.residence.ready:
-            bucket.residence.fetch()
-            return
-        self._bring(bucket, set(bucket.params))
+                self.bring(first)
 
     def drop(self) -> None:
         """Whatever came and was not stepped is left as it was, and the memory that it came to is freed."""
@@ -193,6 +192,7 @@ class Pipeline:
         if window is not None:
             window.give_back(stream)
             if self._spare:
+                self._left_window = window.ring.waits()
                 self._engine.may_outlive(window.flat)
 
     def forget(self) -> None:
@@ -331,20 +331,13 @@ class Pipeline:
             residence.leave(copied)
         return copied, leaving
 
-    def _settle(self, bucket: Bucket) -> None:
-        """Brings a bucket that is to stay, into memory of its own. Without room for it, it does not stay."""
-        if bucket.stays and bucket.away():
-            try:
-                self.reload([bucket])
-            except torch.OutOfMemoryError:
-                bucket.stays = False
-
     def _bring(self, bucket: Bucket, params: Set[Param]) -> bool:
         """Whether what is needed of the bucket is on the device, or on its way there."""
         window, residence = self._window, bucket.residence
         if not bucket.runs(params) or residence is None or bucket.stays:
             return True
         if window is None:
+            _let_end(self._left_window)
             window = self._window = Window(self.device, self.window_bytes)
         elif bucket in window.slots:
             window.drop(bucket)  # other parameters of it have come
@@ -368,10 +361,9 @@ class Pipeline:
         slots[bucket] = slot
         runs, host = bucket.runs(params), slot.host.tensor
         of, to = [host[start:end] for start, end in runs], [flat[start:end] for start, end in runs]
-        residence = bucket.residence
-        filled = [] if residence is None else [residence.ticket]
+        filled = None if bucket.residence is None else bucket.residence.ticket
         with self._exclusive:
-            slot.came = self._engine.reload_into(of, to, [*after, *filter(None, filled)])
+            slot.came = self._engine.reload_into(of, to, [*after, *([filled] if filled else [])])
         bucket.arrive(params, flat)
 
     def _one(self, bucket: Bucket, changing: Set[Param], step: Callable[[Bucket], None]) -> None:
@@ -391,8 +383,7 @@ class Pipeline:
             return
         # Asked for before anything is changed: there may be no room.
         host = residence.take(blank=not bucket.away()) if slot is None else slot.host
-        done, flat = None, bucket.flat
-        fits = True
+        done, flat, fits = None, bucket.flat, True
         try:
             step(bucket)
             fits = bucket.fits(self._split)
@@ -416,3 +407,15 @@ class Pipeline:
                     slot.place.leave([done or Ticket(stream.record_event(), self.device)])
                 elif flat is not None:
                     self._engine.may_outlive(flat)
+                    self._left_own = self._left_own if done is None else [done]
+
+
+def _let_end(copies: list[Ticket]) -> None:
+    """Waits for copies out of memory that was given up, before as much is taken again.
+
+    torch's pool has it back when the host has seen that they ended. Without the wait a host that is steps ahead of
+    the device would get other memory in each of them.
+    """
+    for copied in copies:
+        copied.wait()
+    copies.clear()
