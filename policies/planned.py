@@ -179,7 +179,8 @@ class PlannedPolicy(Policy):
 
     def report(self) -> Report:
         """What the last plan promises, and what came of it; or why there is none."""
-        return self.account.report()
+        over = self._overruns
+        return replace(self.account.report(), steps_over=over.steps, most_over=over.most)
 
     def decide(self, event: Event) -> Sequence[Advice]:
         player = self._player

@@ -48,6 +48,7 @@ class Report:
         can better, with layers treated as they are.
     moved: bytes that go to the host in a step, and come back. planned_hidden, measured_hidden: the share of the
         copies' time that compute does not wait for, from 0 to 1; None where nothing moves.
+    steps_over: how many steps took more than the budget until now. most_over: what the fullest of them took.
     states_kept: of the optimizer states that may, the bytes that stay on the device. states_beside: the bytes of
         others that go to the host in backward, and come back in it.
     treatments: how the layers are treated, those that keep all first; empty where nothing else was tried.
@@ -70,6 +71,8 @@ class Report:
     moved: int | None = None
     planned_hidden: float | None = None
     measured_hidden: float | None = None
+    steps_over: int = 0
+    most_over: int = 0
     states_kept: int = 0
     states_beside: int = 0
     treatments: tuple[Treatment, ...] = ()
@@ -105,6 +108,10 @@ class Report:
         if self.missing and stayed:
             told = "; ".join(f"{format_bytes(nbytes)} {why}" for why, nbytes in stayed)
             rows.append(("stayed", f"{told}"))
+        if self.steps_over:
+            steps = "one step" if self.steps_over == 1 else f"{self.steps_over} steps"
+            most = format_bytes(self.most_over)
+            rows.append(("over", f"{steps} until now took more than the budget, {most} at most"))
         return rows + [("advice" if not i else "", text) for i, text in enumerate(self.advice)]
 
     def _planned_rows(self) -> list[tuple[str, str]]:
@@ -382,11 +389,19 @@ class Overrun:
 
 @dataclass
 class Overruns:
-    """Those of one policy. Each cause is said once."""
+    """Those of one policy. Each cause is said once, and again where a step takes twice as much beyond the budget.
 
-    _said: set[OverrunCause] = field(default_factory=set)
+    steps: how many there were. most: the bytes that the fullest of them took.
+    """
+
+    steps: int = 0
+    most: int = 0
+    _said: dict[OverrunCause, int] = field(default_factory=dict)
 
     def see(self, overrun: Overrun) -> None:
-        if overrun.cause not in self._said:
-            self._said.add(overrun.cause)
-            _log.warning("%s. It is said once for this cause", overrun)
+        self.steps += 1
+        self.most = max(self.most, overrun.peak)
+        over = overrun.peak - overrun.budget
+        if over >= 2 * self._said.get(overrun.cause, 0):
+            self._said[overrun.cause] = over
+            _log.warning("%s. For this cause it is said again where it is twice as much; report() counts", overrun)

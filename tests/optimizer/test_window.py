@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.training import differences, give_gradients, make_params, outcome
+from tiered_mem import TieringManager
 from tiered_mem.optimizer.window import Range, Ring
 
 KIB = 1024
@@ -85,6 +86,23 @@ def test_the_first_bucket_comes_while_backward_ends(device: str, make_tiered: Ma
             held.clear()
     without, with_window = held[::2], held[1::2]
     assert all(more >= less + 16 * KIB for less, more in zip(without, with_window, strict=True))
+
+
+def test_nothing_comes_early_where_all_memory_is_planned(device: str) -> None:
+    """No plan would have it, nor keep the budget with it."""
+    module = torch.get_device_module(device)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64, device=device) for _ in range(10)))
+    with TieringManager(policy="auto", device=device, device_budget="64MiB", host_bytes="64MiB") as manager:
+        tiered = manager.register_optimizer(torch.optim.AdamW(layers.parameters()), bucket_bytes=32 * KIB)
+        held = []
+        for _ in range(4):
+            loss = layers(torch.ones(4096, 64, device=device)).sum()
+            loss.backward()
+            del loss
+            held.append(module.memory_allocated())
+            tiered.step()
+            tiered.zero_grad()
+    assert len(set(held)) == 1
 
 
 def test_without_room_nothing_comes_early(device: str, make_tiered: MakeTiered) -> None:

@@ -16,6 +16,7 @@ from tiered_mem.policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, 
 from tiered_mem.policies.base import Memory, Recomputed, StepBegin, StepEnd
 from tiered_mem.policies.planning import BudgetTooSmall
 from tiered_mem.policies.planning.report import Overrun, OverrunCause, Overruns
+from tiered_mem.sizes import format_bytes
 
 OVERRUN = Overrun(7, 120 * MIB, 100 * MIB, OverrunCause.NOTHING, 5 * MIB, {"in tensors below min_bytes": 64 * MIB})
 
@@ -36,6 +37,31 @@ def test_each_cause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == len(OverrunCause)
     assert all(cause.value in told for cause, told in zip(OverrunCause, said, strict=True))
+
+
+def test_twice_as_much_is_said_again_and_all_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    overruns = Overruns()
+    with caplog.at_level(logging.WARNING, "tiered_mem.policies"):
+        for over in (20, 30, 40, 70, 80, 10):
+            overruns.see(replace(OVERRUN, peak=(100 + over) * MIB))
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"{over}.0 MiB more than" in told for over, told in zip((20, 40, 80), said, strict=True)] == [True] * 3
+    assert (overruns.steps, overruns.most) == (6, 180 * MIB)
+
+
+def test_a_report_counts_them() -> None:
+    machine = Machine(PlannedPolicy(budget := max(profile(gpt(layers=4)).moments.full) + MIB, LINK), LINK)
+    for more in (0, 0, 2 * budget, 0):
+        step = gpt(layers=4)
+        step.code += [Compute(0.0, more)] if more else []
+        machine.run(step)
+    report = machine.policy.report()
+    assert report.steps_over == 1
+    assert report.most_over >= 2 * budget
+    assert (
+        f"over     one step until now took more than the budget, {format_bytes(report.most_over)} at most"
+        in str(report)
+    )
 
 
 def test_what_is_registered_is_not_advised_to_be() -> None:

@@ -34,8 +34,8 @@ class Pipeline:
     host does, before it takes such memory the next time.
 
     exclusive: inside, the engine may be called. residences: for the buckets. split: says what of a state moves.
-    name: of the optimizer. in_order: the buckets have the order of the parameters. spare: there may be
-    memory to spare.
+    name: of the optimizer. in_order: the buckets have the order of the parameters. planned: all memory is, so that
+    nothing comes ahead of a step. overlapped: steps are made beside forward or backward.
 
     buckets: in the order in which they are stepped.
     """
@@ -50,7 +50,8 @@ class Pipeline:
         name: str,
         *,
         in_order: bool,
-        spare: bool = False,
+        planned: bool,
+        overlapped: bool,
     ) -> None:
         self._engine = engine
         self._exclusive = exclusive
@@ -58,7 +59,8 @@ class Pipeline:
         self._in_order = in_order
         self._name = name
         self._window: Window[Bucket] | None = None
-        self._spare = spare
+        self._planned = planned
+        self._spare = overlapped and not planned
         self._own: dict[Bucket, Slot] = {}
         # The last copies out of memory that was given up: of the window before, and of what had memory of its own.
         self._left_window: list[Ticket] = []
@@ -168,7 +170,7 @@ class Pipeline:
         """Begins to bring what the step to come needs first, if the memory is there."""
         first = [(bucket, set(bucket.params)) for bucket in self.buckets if bucket.away() and not bucket.stays][:1]
         # Not on top of what backward needs: the peak stays what it is.
-        if self._window is None and self.window_bytes <= self.device.below_peak():
+        if not (self._planned or self._window) and self.window_bytes <= self.device.below_peak():
             with suppress(torch.OutOfMemoryError):
                 self.bring(first)
 

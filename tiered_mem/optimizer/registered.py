@@ -104,7 +104,6 @@ class RegisteredOptimizers:
         residences = Residences(self._host, disk, self._exclusive, bucket_bytes, host_share)
         choice = StepChoice(optimizer, self._device, separable)
         name = type(optimizer).__name__
-        name = type(optimizer).__name__
         if overlap is not None:
             try:
                 choice.check_any_order(overlap)
@@ -114,8 +113,8 @@ class RegisteredOptimizers:
                 _log.info("%s has no overlap: %s", name, str(error))
                 overlap = None
         in_order = choice.in_order or overlap is not None
-        # A plan would not see memory that goes back to torch's pool with copies under way.
-        spare = overlap is not None and self._sharing is None
+        # A plan would not see memory that goes back to torch's pool with copies under way, or is taken at times.
+        planned = self._sharing is not None
         pipeline = Pipeline(
             self._device,
             self._engine,
@@ -124,12 +123,13 @@ class RegisteredOptimizers:
             choice.split,
             name,
             in_order=in_order,
-            spare=spare,
+            planned=planned,
+            overlapped=overlap is not None,
         )
         stay = residency == "device-until-offload"
         around = contextlib.nullcontext if self._sharing is None else self._sharing.measured
         stepping = Stepping(optimizer, choice, pipeline)
-        if overlap in ("forward", "auto") and spare:
+        if overlap in ("forward", "auto") and not planned:
             stepping = StepInForward(optimizer, choice, pipeline)
         elif overlap == "forward":
             _log.info('%s is stepped in step(): policy="auto" does not plan for steps beside a forward', name)
