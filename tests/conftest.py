@@ -6,6 +6,7 @@ installs: what a missing one is needed for is skipped.
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,8 @@ from emulator.tests.emulated_device import Link, careless, link, pytest_runtest_
 KIND = os.environ.get("TIERED_MEM_TEST_DEVICE", "npu")
 if KIND != "npu":
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # As if it was not installed: without CANN, libraries that look for it would find it and fail.
+    sys.modules["torch_npu"] = None  # type: ignore[assignment]
 EMULATED = KIND == "npu" and emulated_device.start()
 RACES = EMULATED and emulated_device.RACES
 
@@ -32,6 +35,9 @@ from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
 
 __all__ = ["Link", "careless", "link", "pytest_runtest_setup"]
 
+needs_npurt = pytest.mark.skipif(
+    KIND == "npu" and not hasattr(torch.npu, "npurt"), reason="this torch_npu has no npurt(), which 2.13 has"
+)
 # What tests may need that a machine with a GPU need not have.
 SPARE = ("ascend_emulator", "hypothesis", "rich", "torch_npu")
 
