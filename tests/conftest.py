@@ -7,6 +7,7 @@ installs: what a missing one is needed for is skipped.
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +39,7 @@ __all__ = ["Link", "careless", "link", "pytest_runtest_setup"]
 needs_npurt = pytest.mark.skipif(
     KIND == "npu" and not hasattr(torch.npu, "npurt"), reason="this torch_npu has no npurt(), which 2.13 has"
 )
+TESTS = Path(__file__).parent
 # What tests may need that a machine with a GPU need not have.
 SPARE = ("ascend_emulator", "hypothesis", "rich", "torch_npu")
 
@@ -113,6 +115,18 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 1, f"Skipped: {error.name} is not installed here")
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """On the CPU, a test that asks torch.cpu for what only devices have, such as their memory, is skipped."""
+    try:
+        return (yield)
+    except AttributeError as error:
+        asked = traceback.extract_tb(error.__traceback__)[-1].filename
+        if KIND != "cpu" or "module 'torch.cpu' has no" not in str(error) or not Path(asked).is_relative_to(TESTS):
+            raise
+        pytest.skip(f"only a device has it: {error}")
 
 
 def pytest_collection_finish() -> None:
