@@ -27,8 +27,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tomllib
-
 from benchmarks.silicon import OTHERS_WARNINGS, outcomes, status_of
 from benchmarks.versions_page import RESULTS, release
 
@@ -180,6 +178,8 @@ def torch_of(wheel: Path) -> str:
 
 def tools() -> list[str]:
     """What tiered_mem and its tests need beside torch."""
+    import tomllib  # of Python 3.11; the tests of what is here run with 3.10, too
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     return [each for each in names if re.split(r"[=<>\[]", each)[0] not in (*NOT_INSTALLED, "torch")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_nothing_failed() -> None:
     assert "What failed" not in text
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="make matrix runs in Python 3.11 or newer")
 def test_what_is_installed_brings_no_other_torch() -> None:
     assert {"numpy", "safetensors", "xxhash", "pytest==9.*", "hypothesis", "transformers==5.23.*"} <= set(tools())
     assert not any(name.startswith("torch") for name in tools())
