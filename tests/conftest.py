@@ -15,7 +15,14 @@ from typing import Protocol
 import pytest
 
 from emulator.tests import emulated_device
-from emulator.tests.emulated_device import Link, careless, link, pytest_runtest_setup
+from emulator.tests.emulated_device import (
+    NO_RELEASE,
+    Link,
+    careless,
+    link,
+    pytest_runtest_setup,
+    skipped_without,
+)
 
 KIND = os.environ.get("TIERED_MEM_TEST_DEVICE", "npu")
 if KIND != "npu":
@@ -108,13 +115,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """On another device than the NPU, a file whose imports are missing is skipped."""
-    report = yield
-    error = report.call.excinfo.value.__cause__ if report.failed and report.call.excinfo else None
-    if KIND != "npu" and isinstance(error, ModuleNotFoundError) and error.name in SPARE:
-        report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 1, f"Skipped: {error.name} is not installed here")
-    return report
+    """A file whose imports may be missing is skipped: on another device than the NPU, or for lack of a release."""
+    spare = NO_RELEASE if KIND == "npu" else (*NO_RELEASE, *SPARE)
+    return skipped_without(spare, collector, (yield))
 
 
 @pytest.hookimpl(wrapper=True)
