@@ -100,8 +100,8 @@ silicon: ## all that a machine with a device can tell, in nine minutes
 matrix: ## the tests with TORCH=2.12 and PYTHON=python3.12, in a folder of their own: half an hour
 	@env -u MAKEFLAGS python3 -m benchmarks.matrix --torch $(TORCH) --python $(PYTHON)
 
-matrix-quick: ## a few of them, of which each must pass, with TORCH or 2.12: five minutes
-	@env -u MAKEFLAGS python3 -m benchmarks.matrix --quick --torch $(or $(TORCH),2.12) --python $(PYTHON)
+matrix-quick: ## a few of them, of which each must pass, with TORCH or 2.14: five minutes
+	@env -u MAKEFLAGS python3 -m benchmarks.matrix --quick --torch $(or $(TORCH),2.14) --python $(PYTHON)
 
 versions-page: ## docs/versions.md, of the files of make matrix in benchmarks/results/versions/
 	python3 -m benchmarks.versions_page

@@ -19,12 +19,12 @@ PARTS = {"cpu": "tiered_mem, CPU", "npu": "tiered_mem, emulated NPU", "emulator"
 ABOUT = """# Versions
 
 Each push is tested with Python 3.11, torch 2.13 and torch_npu 2.13, in all schedules of the emulator, and by a
-few tests with 2.12 (`make matrix-quick`). Others are tested by `make matrix TORCH=2.12 PYTHON=python3.12`,
+few tests with 2.14 (`make matrix-quick`). Others are tested by `make matrix TORCH=2.12 PYTHON=python3.12`,
 which runs the tests that are not slow, in the eager schedule. The page is made by `make versions-page` of the
 files in `benchmarks/results/versions/`.
 
 A cell has the tests that passed, failed and were skipped; "a few" are those of `make matrix-quick`. The
-emulator takes torch_npu 2.9 to 2.14. Its race detector is on where torch_npu's allocator tells what it takes
+emulator takes torch_npu 2.10 to 2.14. Its race detector is on where torch_npu's allocator tells what it takes
 back: in 2.13 and 2.14, and in the last releases of those before, such as 2.12.0.post3.
 
 On x86, PyPI has torch as a CUDA build only. Beside that, newer torch_npus such as 2.10.0.post7 end the process
