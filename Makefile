@@ -2,6 +2,8 @@
 PYTHON ?= python3
 DEVICE ?= cuda
 VENV := .venv
+# What each push is tested with; make matrix-quick and make matrix test others.
+TORCH_NPU := 2.13.*
 RUN := $(VENV)/bin/python
 # More than there are cores: many tests wait for a link of a rate that they set.
 PYTEST := $(RUN) -m pytest --numprocesses=3 --dist=loadfile
@@ -98,6 +100,9 @@ silicon: ## all that a machine with a device can tell, in nine minutes
 matrix: ## the tests with TORCH=2.12 and PYTHON=python3.12, in a folder of their own: half an hour
 	@env -u MAKEFLAGS python3 -m benchmarks.matrix --torch $(TORCH) --python $(PYTHON)
 
+matrix-quick: ## a few of them, of which each must pass, with TORCH or 2.14: five minutes
+	@env -u MAKEFLAGS python3 -m benchmarks.matrix --quick --torch $(or $(TORCH),2.14) --python $(PYTHON)
+
 versions-page: ## docs/versions.md, of the files of make matrix in benchmarks/results/versions/
 	python3 -m benchmarks.versions_page
 
@@ -128,7 +133,7 @@ $(VENV)/.emulator: pyproject.toml emulator/pyproject.toml
 	  { echo 'setup: the venv module is missing; install it (Debian: apt install python3-venv)'; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@echo 'setup: installing torch and torch_npu into $(VENV) and compiling the emulator, about two minutes'
-	$(call install,--editable ./emulator --editable '.[examples]')
+	$(call install,'torch_npu==$(TORCH_NPU)' --editable ./emulator --editable '.[examples]')
 
 $(VENV)/.installed: $(VENV)/.emulator
 	@echo 'setup: installing what the tests need into $(VENV)'
@@ -142,4 +147,4 @@ clean: ## deletes .venv, the site and the compiled emulator
 	rm -rf $(VENV) build/docs build/site
 
 .PHONY: help setup emulator compiler demo test test-schedules test-integrations models test-models mutants lint docs bench \
-        pictures silicon matrix versions-page hardware-page clean
+        pictures silicon matrix matrix-quick versions-page hardware-page clean

@@ -6,6 +6,8 @@ installs: what a missing one is needed for is skipped.
 
 import gc
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -13,11 +15,20 @@ from typing import Protocol
 import pytest
 
 from emulator.tests import emulated_device
-from emulator.tests.emulated_device import Link, careless, link, pytest_runtest_setup
+from emulator.tests.emulated_device import (
+    NO_RELEASE,
+    Link,
+    careless,
+    link,
+    pytest_runtest_setup,
+    skipped_without,
+)
 
 KIND = os.environ.get("TIERED_MEM_TEST_DEVICE", "npu")
 if KIND != "npu":
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # As if it was not installed: without CANN, libraries that look for it would find it and fail.
+    sys.modules["torch_npu"] = None  # type: ignore[assignment]
 EMULATED = KIND == "npu" and emulated_device.start()
 RACES = EMULATED and emulated_device.RACES
 
@@ -32,6 +43,10 @@ from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
 
 __all__ = ["Link", "careless", "link", "pytest_runtest_setup"]
 
+needs_npurt = pytest.mark.skipif(
+    KIND == "npu" and not hasattr(torch.npu, "npurt"), reason="this torch_npu has no npurt(), which 2.13 has"
+)
+TESTS = Path(__file__).parent
 # What tests may need that a machine with a GPU need not have.
 SPARE = ("ascend_emulator", "hypothesis", "rich", "torch_npu")
 
@@ -100,13 +115,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """On another device than the NPU, a file whose imports are missing is skipped."""
-    report = yield
-    error = report.call.excinfo.value.__cause__ if report.failed and report.call.excinfo else None
-    if KIND != "npu" and isinstance(error, ModuleNotFoundError) and error.name in SPARE:
-        report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 1, f"Skipped: {error.name} is not installed here")
-    return report
+    """A file whose imports may be missing is skipped: on another device than the NPU, or for lack of a release."""
+    spare = NO_RELEASE if KIND == "npu" else (*NO_RELEASE, *SPARE)
+    return skipped_without(spare, collector, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """On the CPU, a test that asks torch.cpu for what only devices have, such as their memory, is skipped."""
+    try:
+        return (yield)
+    except AttributeError as error:
+        asked = traceback.extract_tb(error.__traceback__)[-1].filename
+        if KIND != "cpu" or "module 'torch.cpu' has no" not in str(error) or not Path(asked).is_relative_to(TESTS):
+            raise
+        pytest.skip(f"only a device has it: {error}")
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import importlib.machinery
 import importlib.util
+import linecache
 import os
 import runpy
 import sys
@@ -191,6 +192,8 @@ def _run_code(code: str, arguments: list[str]) -> None:
     sys.path[0] = ""
     module = ModuleType("__main__")
     module.__loader__ = importlib.machinery.BuiltinImporter
+    if sys.version_info >= (3, 13):  # its tracebacks show the code's lines
+        linecache.cache["<string>"] = (len(code), None, code.splitlines(keepends=True), "<string>")
     _run_as_main(module, code, "<string>")
 
 

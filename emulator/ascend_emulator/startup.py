@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +21,8 @@ from ascend_emulator.runtime import runtime
 from ascend_emulator.timeline import write_trace
 
 # Of these all releases, with what is built or published after one.
-KNOWN_TORCH_NPU = ("2.11", "2.12", "2.13")
-# The first whose allocator tells what it takes back.
-_RACES_SINCE = (2, 13)
+KNOWN_TORCH_NPU = ("2.10", "2.11", "2.12", "2.13", "2.14")
+_ALLOCATOR = "torch_npu/include/torch_npu/csrc/core/npu/NPUCachingAllocator.h"
 # A folder for PYTHONPATH.
 CHILD = Path(__file__).parent / "child"
 # The process whose options are in the environment. Without this variable a child is left alone.
@@ -122,8 +121,12 @@ def configure(
 
 
 def can_look_for_races() -> bool:
-    """Whether the allocator of the torch_npu that is installed tells what it takes back."""
-    return tuple(map(int, version("torch_npu").split(".")[:2])) >= _RACES_SINCE
+    """Whether the allocator of the torch_npu that is installed tells what it takes back.
+
+    Its version does not say: 2.13 has it, and of 2.10 to 2.12 only the last releases, such as 2.12.0.post3.
+    """
+    header = Path(str(distribution("torch_npu").locate_file(_ALLOCATOR)))
+    return header.exists() and "attachAllocatorTraceTracker" in header.read_text()
 
 
 def _begin(options: Options) -> None:
@@ -171,10 +174,10 @@ def _check_torch_npu(*, races: bool) -> None:
             "pip install 'torch_npu==2.13.*'"
         )
     if races and not can_look_for_races():
-        needed = ".".join(map(str, _RACES_SINCE))
         raise EmulatorError(
-            f"the race detector needs torch_npu {needed} or newer, whose allocator tells what it takes back, "
-            f"and this is {installed}: leave races out"
+            "the race detector needs an allocator that tells what it takes back, which that of torch_npu "
+            f"{installed} does not; install 2.13 or a later release of this one, such as 2.12.0.post3, or leave "
+            "races out"
         )
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from emulator.tests import emulated_device
 from emulator.tests.acl import Acl
-from emulator.tests.emulated_device import careless, link, pytest_runtest_setup
+from emulator.tests.emulated_device import careless, link, pytest_make_collect_report, pytest_runtest_setup
 
-__all__ = ["careless", "link", "pytest_runtest_setup"]
+__all__ = ["careless", "link", "pytest_make_collect_report", "pytest_runtest_setup"]
 
 if not emulated_device.start():
     collect_ignore_glob = ["test_*.py"]

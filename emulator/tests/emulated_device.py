@@ -9,13 +9,15 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
 # Whoever runs the tests may choose another schedule, and the race detector.
 SCHEDULE = os.environ.get("ASCEND_EMULATOR_SCHEDULE", "eager")
 RACES = os.environ.get("ASCEND_EMULATOR_RACES") == "1"
+# The releases that the tests use want a newer Python than 3.10.
+NO_RELEASE = ("diffusers", "transformers") if sys.version_info < (3, 11) else ()
 
 
 def start() -> bool:
@@ -47,6 +49,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("schedules"):
         if SCHEDULE not in marker.args and runs():
             pytest.skip(f"not in the {SCHEDULE} schedule: {marker.kwargs['why']}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """A file is skipped that imports what has no release for this Python."""
+    return skipped_without(NO_RELEASE, collector, (yield))
+
+
+def skipped_without(names: tuple[str, ...], collector: pytest.Collector, report: Any) -> Any:
+    """The report of a file, which is skipped where its imports miss one of these."""
+    error = report.call.excinfo.value.__cause__ if report.failed and report.call.excinfo else None
+    if isinstance(error, ModuleNotFoundError) and error.name in names:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 1, f"Skipped: {error.name} is not installed here")
+    return report
 
 
 class Link(Protocol):

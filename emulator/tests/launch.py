@@ -28,7 +28,7 @@ def run(
     if os.environ.get("ASCEND_EMULATOR_SCHEDULE", "eager") != "eager":
         pytest.skip("starts a process with options of its own, which is the same in the eager schedule")
     if "--races" in arguments and _cannot_look_for_races():
-        pytest.skip("the race detector needs torch_npu 2.13 or newer")
+        pytest.skip("the race detector needs an allocator that tells what it takes back, as that of torch_npu 2.13")
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder not in ("", child())]
     if pythonpath is not None:
         folders.insert(0, str(pythonpath))

@@ -294,6 +294,7 @@ def test_an_unknown_dtype_says_its_number() -> None:
         x.t().contiguous()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch_npu has got some of them since")
 def test_native_operators_exist() -> None:
     registered = {
         name

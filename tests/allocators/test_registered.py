@@ -18,6 +18,7 @@ from emulator.tests.acl import PAGEABLE, PINNED, Acl
 from tests.allocators.mappings import is_mapped, locked_bytes, needs_locked, resident_pages
 from tests.allocators.native import library
 from tests.allocators.unprivileged import MAY_LOCK, output_of
+from tests.conftest import needs_npurt
 from tests.contracts import check_host_memory, ends_hold, write_ends
 from tiered_mem.allocators import Region, SlabPool
 from tiered_mem.allocators.acl import AclError, AclRegistrar, AclRuntime
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TIERED_MEM_TEST_DEVICE", "npu") != "npu", reason="needs Ascend's runtime, real or emulated"
 )
 CHUNK = 1 << 20
-BOTH = pytest.mark.parametrize("make_registrar", [AclRegistrar, NpurtRegistrar])
+BOTH = pytest.mark.parametrize("make_registrar", [AclRegistrar, pytest.param(NpurtRegistrar, marks=needs_npurt)])
 MakeRegistrar = Callable[[], Registrar]
 
 

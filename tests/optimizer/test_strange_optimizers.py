@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,6 @@ def test_it_has_the_same_values(
         if tier:
             optimizer = make_tiered(optimizer, residency=residency, separable=separable, bucket_bytes=1024)
         torch.manual_seed(0)
-        torch.get_device_module(device).manual_seed(0)
         train(optimizer, params, range(12))
         results.append(outcome(optimizer, params))
         kept = optimizer.wrapped if tier else optimizer
@@ -53,18 +53,19 @@ def test_it_has_the_same_values(
     assert not differences(*results)
 
 
-def test_what_an_optimizer_makes_later_leaves_the_device_too(device: str, make_tiered: MakeTiered) -> None:
+def test_what_an_optimizer_makes_later_leaves_the_device_too(
+    device: str, device_module: Any, make_tiered: MakeTiered
+) -> None:
     params = make_params(device)
-    module = torch.get_device_module(device)
     tiered = make_tiered(Growing(params))
     train(tiered, params, range(12), missing=False)
-    module.synchronize()
-    held = module.memory_allocated()
+    device_module.synchronize()
+    held = device_module.memory_allocated()
     tiered.state_dict()
     values = [value for param in params for value in tiered.state[param].values()]
     assert all(value.is_cpu for value in values if isinstance(value, torch.Tensor))
     make_tiered.manager.close()
-    assert module.memory_allocated() == held
+    assert device_module.memory_allocated() == held
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, GlobalNorm, Estimates])
@@ -128,12 +129,9 @@ def test_residencies_have_names(device: str, make_tiered: MakeTiered) -> None:
 
 
 def test_the_trial_draws_no_random_numbers(device: str, make_tiered: MakeTiered) -> None:
-    module = torch.get_device_module(device)
     torch.manual_seed(1)
-    module.manual_seed(1)
     expected = torch.rand(4), torch.rand(4, device=device).cpu()
     torch.manual_seed(1)
-    module.manual_seed(1)
     make_tiered(Noisy(make_params(device)))
     assert torch.equal(torch.rand(4), expected[0])
     assert torch.equal(torch.rand(4, device=device).cpu(), expected[1])

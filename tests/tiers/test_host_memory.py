@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from emulator.tests.launch import EMULATOR, run, write_script
-from tests.conftest import EMULATED
+from tests.conftest import EMULATED, needs_npurt
 from tests.models import is_empty, is_right_step
 from tiered_mem import TieringManager
 from tiered_mem.allocators import PageableMemory, SlabPool
@@ -28,7 +28,7 @@ only_emulated = pytest.mark.skipif(not EMULATED, reason="only the emulated runti
         (True, "AclPinnedMemory"),
         ("try", "AclPinnedMemory"),
         ("acl", "AclPinnedMemory"),
-        ("npurt", "RegisteredMemory"),
+        pytest.param("npurt", "RegisteredMemory", marks=needs_npurt),
         ("acl-register", "RegisteredMemory"),
         ("torch", "TorchPinnedMemory"),
     ],

@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 
 from emulator.tests.launch import EMULATOR, run, write_script
-from tests.conftest import EMULATED
+from tests.conftest import EMULATED, needs_npurt
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -110,7 +110,8 @@ def test_memory_of_the_runtime(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pin", "function"), [("npurt", "npuHostRegister"), ("acl-register", "aclrtHostRegisterV2")]
+    ("pin", "function"),
+    [pytest.param("npurt", "npuHostRegister", marks=needs_npurt), ("acl-register", "aclrtHostRegisterV2")],
 )
 def test_memory_that_is_registered(pin: str, function: str, tmp_path: Path) -> None:
     made, filled, step, probed, closed, back = lines_of(
