@@ -5,33 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch_npu  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.nn.functional import pad
 
 _aten = torch.ops.aten
-
-
-def format_cast(input: Tensor, acl_format: int) -> Tensor:
-    """To a private format: a copy in the plain one, as torch_npu makes it where private ones are not allowed."""
-    _refuse_private_formats(acl_format)
-    made: Tensor = torch_npu.unsafe_empty_with_format(
-        input.shape, dtype=input.dtype, device=input.device, acl_format=acl_format
-    )
-    return made.copy_(input)
-
-
-def format_cast_(input: Tensor, acl_format: int, **kwargs: Any) -> Tensor:
-    _refuse_private_formats(acl_format)
-    return input
-
-
-def _refuse_private_formats(acl_format: int) -> None:
-    if torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") != b"disable":
-        raise NotImplementedError(
-            f"the emulated NPU has no private formats such as {acl_format}; with "
-            "torch.npu.config.allow_internal_format = False torch_npu keeps the plain ones"
-        )
 
 
 def reshape(input: Tensor, shape: Sequence[int], can_refresh: bool = False) -> Tensor:

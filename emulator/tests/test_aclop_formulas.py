@@ -22,7 +22,6 @@ SAME: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
     "stride_copy": (lambda x: npu.npu_stride_copy(x, [2, 3], [2, 4], 1), lambda x: x.as_strided((2, 3), (2, 4), 1)),
     "pad": (lambda x: npu.npu_pad(x, [1, 2, 3, 4]), lambda x: F.pad(x, [3, 4, 1, 2])),
     "sort": (lambda x: npu.npu_sort_v2(x, 1, True), lambda x: x.sort(1, True).values),
-    "format_cast": (lambda x: npu.npu_format_cast(x, 29), lambda x: x),
 }
 
 WITH_GRADIENTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]]]] = {
@@ -46,6 +45,8 @@ def test_the_result_is_that_of_torch(name: str) -> None:
     assert_equal(ours(x.npu()), theirs(x))
 
 
+# torch_npu's mish asks for a private format, whether it may or not.
+@pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_results_and_gradients_are_those_of_torch(name: str) -> None:
     ours, theirs, shapes = WITH_GRADIENTS[name]
@@ -85,12 +86,3 @@ def test_updates_are_put_at_coordinates() -> None:
     expected = x.clone()
     expected[places[:, 0], places[:, 1]] = updates
     assert_equal(npu.npu_scatter_nd_update(x.npu(), places.npu(), updates.npu()), expected)
-
-
-def test_private_formats_are_refused_where_they_are_allowed() -> None:
-    torch.npu.config.allow_internal_format = True
-    try:
-        with pytest.raises(NotImplementedError, match="no private formats such as 29"):
-            npu.npu_format_cast(torch.ones(2, 3, device="npu"), 29)
-    finally:
-        torch.npu.config.allow_internal_format = False
