@@ -25,6 +25,7 @@ from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ascend_emulator import formats
+from ascend_emulator.attention_formulas import ATTENTION_FACTORIES
 from ascend_emulator.calls import device_of, find, npu_kernel, replace, written_arguments
 from ascend_emulator.dry import DryRun
 from ascend_emulator.formulas import FORMULAS
@@ -52,9 +53,13 @@ def install(dry: DryRun | None) -> None:
                 replace(libraries[operator.namespace], operator, kernel, key)
     same = {name: find(same) for name, same in _SAME_AS.items()}
     told = {"npu::get_npu_format": formats.format_of()}
-    for name, kernel in (same | FORMULAS | told).items():
-        library = libraries[name.partition("::")[0]]
-        library.impl(find(name), kernel, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+    for key, kernels in (
+        ("PrivateUse1", same | FORMULAS | told),
+        ("CompositeImplicitAutograd", ATTENTION_FACTORIES),
+    ):
+        for name, kernel in kernels.items():
+            library = libraries[name.partition("::")[0]]
+            library.impl(find(name), kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
     if dry is not None:
         dry.install(libraries["aten"])
     # A replacement ends with its Library; torch.library keeps its own permanent ones here.

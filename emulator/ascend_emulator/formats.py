@@ -36,7 +36,12 @@ def cast(input: Tensor, acl_format: int, *args: Any, **kwargs: Any) -> Tensor:
     base = input if input._base is None else input._base
     if acl_format == _FRACTAL_NZ and base.dim() < 2:
         acl_format = _ND
-    if acl_format in _PLAIN or not allowed():
+    if acl_format in _PLAIN:
+        plain: Tensor = torch.ops.npu._npu_format_cast(
+            input.clone(memory_format=torch.contiguous_format), acl_format
+        )
+        return plain
+    if not allowed():
         made: Tensor = torch_npu.unsafe_empty_with_format(
             input.shape, dtype=input.dtype, device=input.device, acl_format=acl_format
         )

@@ -336,6 +336,134 @@ def deformable_conv2d_backward(
     return gradients(of, (input, weight, offset, grad.new_zeros(weight.size(0))), grad)
 
 
+def bounding_box_encode(boxes: Tensor, gtboxes: Tensor, *means_and_stds: float) -> Tensor:
+    """How far, and how much larger, the second box is, in sizes of the first. CANN computes it in float16."""
+    (x, y, w, h), (u, v, p, q) = (_centred(each.half().float()) for each in (boxes, gtboxes))
+    deltas = torch.stack([(u - x) / w, (v - y) / h, (p / w).log(), (q / h).log()], -1)
+    means, stds = (torch.tensor(each, device=boxes.device) for each in (means_and_stds[:4], means_and_stds[4:]))
+    return ((deltas - means) / stds).half().to(boxes.dtype)
+
+
+def _centred(boxes: Tensor) -> tuple[Tensor, ...]:
+    """The middles, and the sizes, to which the last pixel belongs."""
+    left, top, right, bottom = boxes.unbind(-1)
+    return (left + right) / 2, (top + bottom) / 2, right - left + 1, bottom - top + 1
+
+
+def bounding_box_decode(
+    rois: Tensor,
+    deltas: Tensor,
+    means0: float,
+    means1: float,
+    means2: float,
+    means3: float,
+    stds0: float,
+    stds1: float,
+    stds2: float,
+    stds3: float,
+    max_shape: Sequence[int],
+    wh_ratio_clip: float,
+) -> Tensor:
+    """The box that was encoded. max_shape: the image's height and width, in which it stays."""
+    x, y, w, h = _centred(rois.float())
+    means, stds = torch.tensor([means0, means1, means2, means3]), torch.tensor([stds0, stds1, stds2, stds3])
+    moved = deltas.float() * stds.to(rois.device) + means.to(rois.device)
+    limit = abs(math.log(wh_ratio_clip))
+    u, v = x + w * moved[:, 0], y + h * moved[:, 1]
+    p, q = w * moved[:, 2].clamp(-limit, limit).exp(), h * moved[:, 3].clamp(-limit, limit).exp()
+    height, width = max_shape[0] - 1, max_shape[-1] - 1
+    sides = [
+        (u - p / 2 + 0.5).clamp(0, width),
+        (v - q / 2 + 0.5).clamp(0, height),
+        (u + p / 2 - 0.5).clamp(0, width),
+        (v + q / 2 - 0.5).clamp(0, height),
+    ]
+    return torch.stack(sides, -1).to(rois.dtype)
+
+
+def yolo_boxes_encode(boxes: Tensor, gtboxes: Tensor, stride: Tensor, performance_mode: bool = False) -> Tensor:
+    """Where in its cell the second box's middle is, and how much larger it is than the first."""
+    eps = 1e-6
+    low, size = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
+    other_low, other_size = gtboxes[:, :2], gtboxes[:, 2:] - gtboxes[:, :2]
+    apart = (other_low + other_size * 0.5 - low - size * 0.5) / stride.unsqueeze(1)
+    return torch.cat([(apart + 0.5).clamp(eps, 1 - eps), (other_size / size).clamp_min(eps).log()], 1)
+
+
+def grid_assign_positive(
+    assigned: Tensor,
+    overlaps: Tensor,
+    box_responsible_flags: Tensor,
+    max_overlaps: Tensor,
+    argmax_overlaps: Tensor,
+    gt_max_overlaps: Tensor,
+    gt_argmax_overlaps: Tensor,
+    num_gts: int,
+    pos_iou_thr: float,
+    min_pos_iou: float,
+    gt_max_assign_all: bool,
+) -> Tensor:
+    """Which box, from 1 on, each anchor is for: the one that it has most of, or one that has most of it."""
+    responsible = box_responsible_flags.bool()
+    nearest = argmax_overlaps.to(assigned.dtype) + 1
+    result = torch.where((max_overlaps > pos_iou_thr) & responsible, nearest, assigned)
+    anchors = torch.arange(assigned.size(0), device=assigned.device)
+    for box in range(min(num_gts, overlaps.size(0))):
+        has_most = overlaps[box] == gt_max_overlaps[box]
+        if not gt_max_assign_all:
+            has_most = anchors == gt_argmax_overlaps[box]
+        counts = has_most & responsible & (gt_max_overlaps[box] > min_pos_iou)
+        result = torch.where(counts, torch.full_like(result, box + 1), result)
+    return result
+
+
+def batch_nms(
+    boxes: Tensor,
+    scores: Tensor,
+    score_threshold: float,
+    iou_threshold: float,
+    max_size_per_class: int,
+    max_total_size: int,
+    change_coordinate_frame: bool = False,
+    transpose_box: bool = False,
+) -> tuple[Tensor, ...]:
+    """The best boxes of each image that do not overlap others of their class: boxes, scores, classes, how many."""
+    if change_coordinate_frame or transpose_box:
+        raise NotImplementedError(
+            "the emulated NPU has npu_batch_nms without change_coordinate_frame, transpose_box"
+        )
+    images = [
+        _best(*each, score_threshold, iou_threshold, max_size_per_class)[:max_total_size]
+        for each in zip(boxes.cpu().float(), scores.cpu().float(), strict=True)
+    ]
+    counts = torch.tensor([len(image) for image in images], dtype=torch.int32)
+    filled = torch.stack([pad(image, [0, 0, 0, max_total_size - len(image)]) for image in images]).to(boxes.dtype)
+    results = (filled[..., :4], filled[..., 4], filled[..., 5], counts)
+    return tuple(each.contiguous().to(boxes.device) for each in results)
+
+
+def _best(boxes: Tensor, scores: Tensor, score_threshold: float, iou_threshold: float, most: int) -> Tensor:
+    """Of one image, the best first: a box, its score and its class."""
+    kept = [torch.zeros(0, 6)]
+    for label in range(scores.size(1)):
+        score, order = scores[:, label].sort(descending=True, stable=True)
+        rest = boxes[order, label if boxes.size(1) > 1 else 0][score > score_threshold]
+        left, score = torch.ones(len(rest), dtype=torch.bool), score[: len(rest)]
+        for place in range(len(rest)):
+            if not left[place] or int(left[:place].sum()) >= most:
+                left[place] = False
+                continue
+            left[place + 1 :] &= _overlap(rest[place], rest[place + 1 :]) <= iou_threshold
+        kept.append(torch.cat([rest, score.unsqueeze(1), torch.full((len(rest), 1), float(label))], 1)[left])
+    found = torch.cat(kept)
+    return found[found[:, 4].argsort(descending=True, stable=True)]
+
+
+def _overlap(box: Tensor, others: Tensor) -> Tensor:
+    common = _area(torch.maximum(box[:2], others[:, :2]), torch.minimum(box[2:], others[:, 2:]))
+    return common / (_area(box[:2], box[2:]) + _area(others[:, :2], others[:, 2:]) - common + _EPS)
+
+
 IMAGE_FORMULAS: dict[str, Callable[..., Any]] = {
     "npu::npu_iou": iou,
     "npu::npu_ptiou": iou,
@@ -346,6 +474,11 @@ IMAGE_FORMULAS: dict[str, Callable[..., Any]] = {
     "npu::npu_ciou": ciou,
     "npu::_npu_ciou": ciou_and_slopes,
     "npu::npu_ciou_backward": ciou_backward,
+    "npu::npu_bounding_box_encode": bounding_box_encode,
+    "npu::npu_bounding_box_decode": bounding_box_decode,
+    "npu::npu_yolo_boxes_encode": yolo_boxes_encode,
+    "npu::npu_grid_assign_positive": grid_assign_positive,
+    "npu::npu_batch_nms": batch_nms,
     "npu::npu_roi_align": roi_align,
     "npu::npu_roi_alignbk": roi_align_backward,
     "npu::npu_ps_roi_pooling": ps_roi_pooling,

@@ -12,6 +12,9 @@ from emulator.tests.compare import assert_equal, constant, random_inputs, with_g
 
 npu = torch.ops.npu
 
+# torch_npu says once in a process that it would have liked to.
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
+
 
 def centred_boxes() -> list[Tensor]:
     """Two lists of boxes, each column a centre and a size."""
@@ -179,3 +182,44 @@ def test_convolutions_are_deformed(modulated: bool) -> None:
         lambda *each: npu.npu_deformable_conv2d(*each, *options)[0], [each.npu() for each in inputs]
     )
     assert_equal(result, with_gradients(deformed(modulated), inputs), 1e-4)
+
+
+def test_boxes_are_encoded_and_decoded() -> None:
+    boxes = torch.tensor([[1.0, 2, 3, 4], [3, 4, 9, 6]])
+    others = torch.tensor([[5.0, 6, 7, 8], [7, 8, 9, 12]])
+    numbers = (0.0, 0.1, 0.0, 0.2, 1.0, 0.5, 1.0, 1.0)
+    deltas = npu.npu_bounding_box_encode(boxes.npu(), others.npu(), *numbers)
+    assert_equal(deltas[:, 0], torch.tensor([4 / 3, 2 / 7]), 1e-3)
+    assert_equal(deltas[:, 1], torch.tensor([(4 / 3 - 0.1) / 0.5, (5 / 3 - 0.1) / 0.5]), 1e-3)
+    assert_equal(deltas[:, 3], torch.tensor([-0.2, math.log(5 / 3) - 0.2]), 1e-3)
+    assert_equal(npu.npu_bounding_box_decode(boxes.npu(), deltas, *numbers, [20, 20], 0.01), others, 2e-2)
+    inside = npu.npu_bounding_box_decode(boxes.npu(), deltas, *numbers, [9, 8], 0.01)
+    assert_equal(inside.amax(0), torch.tensor([7.0, 8, 7, 8]), 2e-2)
+
+
+def test_boxes_are_encoded_by_cells() -> None:
+    boxes = torch.tensor([[0.0, 0, 8, 4]])
+    result = npu.npu_yolo_boxes_encode(boxes.npu(), torch.tensor([[3.0, 0, 7, 8]]).npu(), torch.tensor([8]).npu())
+    assert_equal(result, torch.tensor([[0.5 + 1 / 8, 0.5 + 2 / 8, math.log(0.5), math.log(2)]]), 1e-6)
+
+
+@pytest.mark.parametrize("all_that_have_most", [True, False])
+def test_anchors_are_assigned(all_that_have_most: bool) -> None:
+    overlaps = torch.tensor([[0.9, 0.3, 0.3, 0.3], [0.1, 0.4, 0.4, 0.1]])
+    most, which = overlaps.max(0)
+    of_box, at = overlaps.max(1)
+    arguments = (overlaps, torch.tensor([1, 1, 1, 0], dtype=torch.uint8), most, which.int(), of_box, at.int())
+    ours = [each.npu() for each in (torch.full((4,), -1.0), *arguments)]
+    assigned = npu.npu_grid_assign_positive(*ours, 2, 0.5, 0.2, all_that_have_most)
+    assert assigned.tolist() == [1, 2, 2 if all_that_have_most else -1, -1]
+
+
+def test_the_best_boxes_of_each_class_are_kept() -> None:
+    boxes = torch.tensor([[0.0, 0, 10, 10], [1, 0, 10, 10], [20, 20, 30, 30]]).view(1, 3, 1, 4)
+    scores = torch.tensor([[0.5, 0.1], [0.9, 0.7], [0.6, 0.0]]).unsqueeze(0)
+    found = npu.npu_batch_nms(boxes.npu(), scores.npu(), 0.3, 0.5, 2, 4)
+    best = [boxes[0, row, 0] for row in (1, 1, 2)]
+    assert_equal(found[0], torch.stack([*best, torch.zeros(4)]).unsqueeze(0))
+    assert_equal(found[1], torch.tensor([[0.9, 0.7, 0.6, 0]]))
+    assert_equal(found[2], torch.tensor([[0.0, 1, 0, 0]]))
+    assert found[3].tolist() == [3]
