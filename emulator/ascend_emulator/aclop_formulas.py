@@ -1,6 +1,7 @@
 """Operators of torch_npu that CANN computes by aclop alone, made of others: shapes, parts, and torch's own under
 another name."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ def slice_of(input: Tensor, offsets: Sequence[int], size: Sequence[int]) -> Tens
     for dim, (offset, length) in enumerate(zip(offsets, size, strict=True)):
         input = input.narrow(dim, offset, length)
     return input.clone(memory_format=torch.contiguous_format)
+
+
+def slice_into(input: Tensor, offsets: Sequence[int], size: Sequence[int], *, out: Tensor) -> Tensor:
+    return out.resize_(list(size)).copy_(slice_of(input, offsets, size))
 
 
 def indexing(
@@ -210,7 +215,11 @@ def sign_bits_unpack(input: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def float_status(input: Tensor, mode: int = 0) -> Tensor:
-    """No number has become too large: it would be infinite, and this is of a device that saturates."""
+    """Clear: a number that has become too large is infinite, and this is what a device tells that saturates."""
+    if os.environ.get("INF_NAN_MODE_FORCE_DISABLE") == "1":
+        raise NotImplementedError(
+            "the emulated NPU does not saturate, and has no npu_get_float_status to tell of it"
+        )
     return torch.zeros(8, dtype=torch.int32, device=input.device)
 
 
@@ -246,6 +255,7 @@ ACLOP_FORMULAS: dict[str, Callable[..., Any]] = {
     "npu::npu_transpose": transpose,
     "npu::npu_broadcast": broadcast,
     "npu::npu_slice": slice_of,
+    "npu::npu_slice.out": slice_into,
     "npu::npu_indexing": indexing,
     "npu::npu_stride_copy": stride_copy,
     "npu::npu_pad": pad_all,

@@ -20,6 +20,7 @@ SAME: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
     "transpose": (lambda x: npu.npu_transpose(x, [1, 0]), lambda x: x.t()),
     "broadcast": (lambda x: npu.npu_broadcast(x[:1], [3, 6]), lambda x: x[:1].expand(3, 6)),
     "slice": (lambda x: npu.npu_slice(x, [1, 2], [2, 3]), lambda x: x[1:3, 2:5]),
+    "slice_out": (lambda x: npu.npu_slice(x, [1, 2], [2, 3], out=x.new_empty(0)), lambda x: x[1:3, 2:5]),
     "indexing": (lambda x: npu.npu_indexing(x, [1, 0], [4, 5], [1, 2], 2, 1), lambda x: x[1:, :5:2]),
     "stride_copy": (lambda x: npu.npu_stride_copy(x, [2, 3], [2, 4], 1), lambda x: x.as_strided((2, 3), (2, 4), 1)),
     "pad": (lambda x: npu.npu_pad(x, [1, 2, 3, 4]), lambda x: F.pad(x, [3, 4, 1, 2])),
@@ -123,3 +124,9 @@ def test_no_number_has_become_too_large() -> None:
     status = npu.npu_get_float_status(npu.npu_alloc_float_status(torch.ones(1, device="npu")))
     assert status.tolist() == [0] * 8
     assert npu.npu_clear_float_status(status).tolist() == [0] * 8
+
+
+def test_the_status_of_a_device_that_saturates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INF_NAN_MODE_FORCE_DISABLE", "1")
+    with pytest.raises(NotImplementedError, match="does not saturate"):
+        npu.npu_get_float_status(torch.ones(8, device="npu"))
