@@ -111,7 +111,8 @@ def run_pytest(file: Path, outcomes: Path) -> NoReturn:
 
 def runs(files: list[Path], jobs: int, seconds: float) -> Iterator[Run]:
     """As they end."""
-    waiting, running = files[::-1], []
+    waiting = files[::-1]
+    running: list[Run] = []
     with TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < jobs:
