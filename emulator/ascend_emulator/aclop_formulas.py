@@ -1,37 +1,15 @@
 """Operators of torch_npu that CANN computes by aclop alone, made of others: shapes, parts, and torch's own under
 another name."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch_npu  # type: ignore[import-untyped]
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import layer_norm, pad
 
 _aten = torch.ops.aten
-
-
-def format_cast(input: Tensor, acl_format: int) -> Tensor:
-    """To a private format: a copy in the plain one, as torch_npu makes it where private ones are not allowed."""
-    _refuse_private_formats(acl_format)
-    made: Tensor = torch_npu.unsafe_empty_with_format(
-        input.shape, dtype=input.dtype, device=input.device, acl_format=acl_format
-    )
-    return made.copy_(input)
-
-
-def format_cast_(input: Tensor, acl_format: int, **kwargs: Any) -> Tensor:
-    _refuse_private_formats(acl_format)
-    return input
-
-
-def _refuse_private_formats(acl_format: int) -> None:
-    if torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") != b"disable":
-        raise NotImplementedError(
-            f"the emulated NPU has no private formats such as {acl_format}; with "
-            "torch.npu.config.allow_internal_format = False torch_npu keeps the plain ones"
-        )
 
 
 def reshape(input: Tensor, shape: Sequence[int], can_refresh: bool = False) -> Tensor:
@@ -50,6 +28,10 @@ def slice_of(input: Tensor, offsets: Sequence[int], size: Sequence[int]) -> Tens
     for dim, (offset, length) in enumerate(zip(offsets, size, strict=True)):
         input = input.narrow(dim, offset, length)
     return input.clone(memory_format=torch.contiguous_format)
+
+
+def slice_into(input: Tensor, offsets: Sequence[int], size: Sequence[int], *, out: Tensor) -> Tensor:
+    return out.resize_(list(size)).copy_(slice_of(input, offsets, size))
 
 
 def indexing(
@@ -165,6 +147,86 @@ def convolution_backward(
     return grads
 
 
+def convolution_transpose(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    return torch.convolution(input, weight, bias, stride, padding, dilation, True, output_padding, groups)
+
+
+def convolution_transpose_backward(
+    input: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    biases = [weight.size(1) * groups]
+    grads: tuple[Tensor | None, ...] = _aten.convolution_backward(
+        grad, input, weight, biases, stride, padding, dilation, True, output_padding, groups, output_mask
+    )
+    return grads
+
+
+def layer_norm_eval(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return layer_norm(input, list(normalized_shape), weight, bias, eps)
+
+
+def linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return grad @ weight, grad.mT @ input
+
+
+def softmax_cross_entropy(input: Tensor, labels: Tensor) -> Tensor:
+    """labels: how much of each class there is."""
+    return -(labels * input.log_softmax(1)).sum(1)
+
+
+def softmax_cross_entropy_backward(grad: Tensor, input: Tensor, labels: Tensor) -> Tensor:
+    return grad.unsqueeze(1) * (input.softmax(1) - labels)
+
+
+def sign_bits_pack(input: Tensor, size: int) -> Tensor:
+    """A bit for each number that is not negative, the first in the lowest; -1 fills the last byte."""
+    signs = pad(input, [0, -input.numel() % 8], value=-1.0) >= 0
+    weights = 2 ** torch.arange(8, device=input.device)
+    return (signs.view(-1, 8) * weights).sum(1).to(torch.uint8).view(size, -1)
+
+
+def sign_bits_unpack(input: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    shifts = torch.arange(8, device=input.device)
+    bits = torch.bitwise_right_shift(input.flatten().int().unsqueeze(1), shifts) & 1
+    return (bits * 2 - 1).to(dtype).view(size, -1)
+
+
+def float_status(input: Tensor, mode: int = 0) -> Tensor:
+    """Clear: a number that has become too large is infinite, and this is what a device tells that saturates."""
+    if os.environ.get("INF_NAN_MODE_FORCE_DISABLE") == "1":
+        raise NotImplementedError(
+            "the emulated NPU does not saturate, and has no npu_get_float_status to tell of it"
+        )
+    return torch.zeros(8, dtype=torch.int32, device=input.device)
+
+
+def empty_float_status(input: Tensor, mode: int = 0) -> Tensor:
+    return torch.zeros(8, dtype=torch.float32, device=input.device)
+
+
 def silu_backward(grad: Tensor, input: Tensor, output: Tensor) -> Tensor:
     return _aten.silu_backward(grad, input)  # type: ignore[no-any-return]
 
@@ -193,6 +255,7 @@ ACLOP_FORMULAS: dict[str, Callable[..., Any]] = {
     "npu::npu_transpose": transpose,
     "npu::npu_broadcast": broadcast,
     "npu::npu_slice": slice_of,
+    "npu::npu_slice.out": slice_into,
     "npu::npu_indexing": indexing,
     "npu::npu_stride_copy": stride_copy,
     "npu::npu_pad": pad_all,
@@ -212,6 +275,21 @@ ACLOP_FORMULAS: dict[str, Callable[..., Any]] = {
     "npu::npu_conv2d_backward": convolution_backward,
     "npu::npu_conv3d_backward": convolution_backward,
     "npu::npu_convolution_backward": convolution_backward,
+    "npu::npu_convolution_transpose": convolution_transpose,
+    "npu::npu_convolution_transpose_backward": convolution_transpose_backward,
+    "npu::npu_conv_transpose2d": convolution_transpose,
+    "npu::npu_conv_transpose2d_backward": convolution_transpose_backward,
+    "npu::npu_conv_transpose3d_backward": convolution_transpose_backward,
+    "npu::npu_linear": torch.nn.functional.linear,
+    "npu::npu_linear_backward": linear_backward,
+    "npu::npu_layer_norm_eval": layer_norm_eval,
+    "npu::npu_softmax_cross_entropy_with_logits": softmax_cross_entropy,
+    "npu::npu_softmax_cross_entropy_with_logits_backward": softmax_cross_entropy_backward,
+    "npu::npu_sign_bits_pack": sign_bits_pack,
+    "npu::npu_sign_bits_unpack": sign_bits_unpack,
+    "npu::npu_alloc_float_status": empty_float_status,
+    "npu::npu_get_float_status": float_status,
+    "npu::npu_clear_float_status": empty_float_status,
     "npu::npu_silu": torch.nn.functional.silu,
     "npu::npu_silu_": _aten.silu_.default,
     "npu::npu_silu_backward": silu_backward,

@@ -24,7 +24,8 @@ from torch._ops import OpOverload
 from torch.library import Library
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ascend_emulator.aclop_formulas import format_cast, format_cast_
+from ascend_emulator import formats
+from ascend_emulator.attention_formulas import ATTENTION_FACTORIES
 from ascend_emulator.calls import device_of, find, npu_kernel, replace, written_arguments
 from ascend_emulator.dry import DryRun
 from ascend_emulator.formulas import FORMULAS
@@ -51,9 +52,14 @@ def install(dry: DryRun | None) -> None:
             if operator is not None and kernel is not None:
                 replace(libraries[operator.namespace], operator, kernel, key)
     same = {name: find(same) for name, same in _SAME_AS.items()}
-    for name, kernel in (same | FORMULAS).items():
-        library = libraries[name.partition("::")[0]]
-        library.impl(find(name), kernel, "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
+    told = {"npu::get_npu_format": formats.format_of()}
+    for key, kernels in (
+        ("PrivateUse1", same | FORMULAS | told),
+        ("CompositeImplicitAutograd", ATTENTION_FACTORIES),
+    ):
+        for name, kernel in kernels.items():
+            library = libraries[name.partition("::")[0]]
+            library.impl(find(name), kernel, key, allow_override=True)  # type: ignore[no-untyped-call]
     if dry is not None:
         dry.install(libraries["aten"])
     # A replacement ends with its Library; torch.library keeps its own permanent ones here.
@@ -62,11 +68,6 @@ def install(dry: DryRun | None) -> None:
 
 def _has_usual_order(self: torch.Tensor, order: float = 2, *args: Any, **kwargs: Any) -> bool:
     return order in (0, 1, 2, 3, float("inf"), float("-inf"))
-
-
-def _is_plain_format(self: torch.Tensor, acl_format: int, *args: Any, **kwargs: Any) -> bool:
-    nchw, nhwc, nd, ncdhw = 0, 1, 2, 30
-    return acl_format in (nchw, nhwc, nd, ncdhw)
 
 
 def _is_without_mask(self: torch.Tensor, indices: list[torch.Tensor | None], *args: Any, **kwargs: Any) -> bool:
@@ -78,7 +79,7 @@ def _is_no_double(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _forbids_private_formats(*args: Any, **kwargs: Any) -> bool:
-    return bool(torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"disable")
+    return not formats.allowed()
 
 
 # Otherwise torch_npu turns to an older interface of CANN that is not emulated, and once that has failed it silently
@@ -96,12 +97,12 @@ _NATIVE_IF: dict[str, Callable[..., bool]] = {
     "aten::_convolution": _forbids_private_formats,
     "aten::convolution": _forbids_private_formats,
     "aten::convolution_backward": _forbids_private_formats,
-    "npu::_npu_format_cast": _is_plain_format,
-    "npu::npu_format_cast_.acl_format": _is_plain_format,
+    "npu::_npu_format_cast": formats.are_plain,
+    "npu::npu_format_cast_.acl_format": formats.are_plain,
 }
 
 # What is done otherwise, where that is not the CPU's.
-_OTHERWISE = {"npu::_npu_format_cast": format_cast, "npu::npu_format_cast_.acl_format": format_cast_}
+_OTHERWISE = {"npu::_npu_format_cast": formats.cast, "npu::npu_format_cast_.acl_format": formats.cast_}
 
 
 def _is_on_one_device(self: torch.Tensor, src: torch.Tensor, *args: Any, **kwargs: Any) -> bool:

@@ -8,6 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ascend_emulator.aclop_formulas import ACLOP_FORMULAS
+from ascend_emulator.attention_formulas import ATTENTION_FORMULAS
+from ascend_emulator.formats import FORMATS
+from ascend_emulator.image_formulas import IMAGE_FORMULAS
+from ascend_emulator.quantised_formulas import QUANTISED_FORMULAS
+from ascend_emulator.recurrent_formulas import RECURRENT_FORMULAS
 from ascend_emulator.sync_batch_norm import SYNC_BATCH_NORM
 
 
@@ -79,6 +84,11 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
 
 FORMULAS: dict[str, Callable[..., Any]] = {
     **ACLOP_FORMULAS,
+    **ATTENTION_FORMULAS,
+    **FORMATS,
+    **IMAGE_FORMULAS,
+    **QUANTISED_FORMULAS,
+    **RECURRENT_FORMULAS,
     **SYNC_BATCH_NORM,
     "npu::npu_confusion_transpose": confusion_transpose,
     "npu::npu_confusion_transpose_backward": confusion_transpose_backward,

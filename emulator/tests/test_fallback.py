@@ -74,8 +74,8 @@ def test_fallback_has_gradients() -> None:
 
 def test_an_operator_without_any_kernel_says_its_name() -> None:
     x = torch.ones(2, 4, device="npu")
-    with pytest.raises(NotImplementedError, match="the emulated NPU has no kernel for npu::npu_iou"):
-        torch.ops.npu.npu_iou(x, x)
+    with pytest.raises(NotImplementedError, match="the emulated NPU has no kernel for npu::npu_nms_v4"):
+        torch.ops.npu.npu_nms_v4(x, x[:, 0], 2, x[0, 0], x[0, 0])
     with pytest.raises(NotImplementedError, match="aten::_masked_scale"):
         torch._masked_scale(x, x.bool(), 0.5)
 
