@@ -72,7 +72,7 @@ def test_events_speak_modelled_time(said: dict[str, Said]) -> None:
 
 def test_a_replay_costs_the_host_one_launch_and_takes_the_time_of_its_operations(said: dict[str, Said]) -> None:
     replayed = said["replays_of_a_graph"]
-    # 4 events at 5 and 3 operations at 20 to capture them, 20 for each replay. Each takes 106 and 56 of copies, and the
+    # 4 events at 5 and 3 operations at 20 to capture them, 20 for each replay. Each takes 106 and 56 of copies, the
     # wait 30.
     assert replayed["times"] == [80, 100, 120, 454]
     assert replayed["spans"] == [

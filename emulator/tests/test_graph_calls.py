@@ -215,7 +215,7 @@ def test_a_graph_takes_copies_of_pinned_memory_only(acl: Acl, streams: list[int]
 def test_the_mode_says_who_may_copy_and_fill_meanwhile(
     acl: Acl, streams: list[int], mode: int, of_the_thread: int, here: int, there: int
 ) -> None:
-    """of_the_thread: what this thread has by aclmdlRICaptureThreadExchangeMode; the other one has not called that."""
+    """of_the_thread: what this thread has by aclmdlRICaptureThreadExchangeMode; the other one sets nothing."""
     with acl.buffers(NBYTES) as (device, host):
         begin(acl, streams[0], mode)
         exchanged = ctypes.c_int(of_the_thread)
