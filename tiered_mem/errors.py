@@ -69,7 +69,7 @@ class ChangedTensor(TieredMemError, RuntimeError):
 def changed_tensor(
     tensor: Any, origin: tuple[str, int] | None, saved: int | None = None, now: int | None = None
 ) -> ChangedTensor:
-    """The error for one saved tensor, or what has its dtype and shape. saved, now: its versions, where they are known."""
+    """The error for one saved tensor, or what has its dtype and shape. saved, now: its versions, if known."""
     name = "a leaf of the graph" if origin is None else f"output {origin[1]} of {origin[0]}"
     versions = "" if saved is None else f": it is at version {now}, version {saved} was saved"
     return ChangedTensor(
