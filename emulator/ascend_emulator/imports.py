@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 from ascend_emulator.libraries import kernels_library, watch_library
 from ascend_emulator.options import Options
@@ -79,7 +80,7 @@ def _import_torch() -> None:
             os.environ[_AUTOLOAD] = before
 
 
-def _keep_aclnn(native: ModuleType) -> None:
+def _keep_aclnn(native: Any) -> None:
     """jit_compile=True sends operators to aclop, which compiles kernels as only CANN can; both compute the same."""
     set_option: Callable[[dict[str, str]], None] = native._npu_setOption
 
