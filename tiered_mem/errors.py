@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from .sizes import format_bytes
 
@@ -67,17 +66,10 @@ class ChangedTensor(TieredMemError, RuntimeError):
     """A tensor was changed in place between its save in forward and its use in backward."""
 
 
-class _Described(Protocol):
-    @property
-    def dtype(self) -> object: ...
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
 def changed_tensor(
-    tensor: _Described, origin: tuple[str, int] | None, saved: int | None = None, now: int | None = None
+    tensor: Any, origin: tuple[str, int] | None, saved: int | None = None, now: int | None = None
 ) -> ChangedTensor:
-    """The error for one saved tensor. saved, now: its versions, where they are known."""
+    """The error for one saved tensor, or what has its dtype and shape. saved, now: its versions, if known."""
     name = "a leaf of the graph" if origin is None else f"output {origin[1]} of {origin[0]}"
     versions = "" if saved is None else f": it is at version {now}, version {saved} was saved"
     return ChangedTensor(

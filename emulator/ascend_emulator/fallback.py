@@ -153,6 +153,8 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 def _on_cpu(operator: OpOverload) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch_npu.npu.is_current_stream_capturing():
+            raise NotImplementedError(f"{operator} runs on the CPU here, and no graph can have that captured")
         _log.debug("%s runs on the CPU, and the caller waits for it", operator)
         mirror = _Mirror(device_of((args, kwargs)))
         cpu_args, cpu_kwargs = tree_map(mirror.to_cpu, (args, kwargs))

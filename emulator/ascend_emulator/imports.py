@@ -1,4 +1,4 @@
-"""Completes torch_npu as it is imported: the kernel library before it, the CPU fallback and refusals after it."""
+"""Completes torch_npu as it is imported: the kernel library before it, the CPU fallback after it."""
 
 import contextlib
 import ctypes
@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from ascend_emulator.libraries import kernels_library, watch_library
 from ascend_emulator.options import Options
@@ -52,7 +52,7 @@ class _TorchNpuLoader(Loader):
 
         options = Options.inherited(os.environ)
         install(DryRun(options.dry_value, options.dry_routing == "uniform") if options.dry else None)
-        _refuse_what_is_not_emulated(module)
+        _keep_aclnn(module._C)
         if options.host_operators:
             ctypes.CDLL(str(watch_library())).ascend_emulator_watch_operators()
         if runtime().ascend_emulator_watches_races():
@@ -80,20 +80,9 @@ def _import_torch() -> None:
             os.environ[_AUTOLOAD] = before
 
 
-def _refuse_what_is_not_emulated(torch_npu: ModuleType) -> None:
-    """Refuses graphs as their capture begins, and keeps operators on the aclnn way in spite of jit_compile=True."""
-    native = torch_npu._C
-    native._NPUGraph.capture_begin = _refuse_capture
-    native._npu_setOption = _with_aclnn(native._npu_setOption)
-
-
-def _refuse_capture(*args: Any, **kwargs: Any) -> NoReturn:
-    # torch_npu would route memory to the graph's own pool first, and go on to do so after the runtime's error.
-    raise NotImplementedError("the emulated NPU captures no graphs")
-
-
-def _with_aclnn(set_option: Callable[[dict[str, str]], None]) -> Callable[[dict[str, str]], None]:
+def _keep_aclnn(native: Any) -> None:
     """jit_compile=True sends operators to aclop, which compiles kernels as only CANN can; both compute the same."""
+    set_option: Callable[[dict[str, str]], None] = native._npu_setOption
 
     def set_and_stay(option: dict[str, str]) -> None:
         set_option(option)
@@ -101,4 +90,4 @@ def _with_aclnn(set_option: Callable[[dict[str, str]], None]) -> Callable[[dict[
             # Says what operators do when they are called, and leaves is_jit_compile_false() as the program has it.
             set_option({"jitCompileInit": "disable"})
 
-    return set_and_stay
+    native._npu_setOption = set_and_stay

@@ -126,6 +126,9 @@ HcclResult Communicator::put(const std::string& function, aclrtStream stream, st
                                             " bytes of one rank; emulated are " + std::to_string(kTray));
     }
   }
+  if (is_in_capture(stream)) {
+    return refuse(HCCL_E_NOT_SUPPORT, function + ": a collective in a graph is not emulated");
+  }
   std::lock_guard lock(issuing_);
   for (Leg& leg : legs) {
     Party& mine = leg.channel.parties[leg.party];

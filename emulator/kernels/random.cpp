@@ -22,9 +22,22 @@ ACLNN(aclnnInplaceBernoulli, (Out self, Number probability, uint64_t seed, uint6
 ACLNN(aclnnInplaceBernoulliTensor, (Out self, In probabilities, uint64_t seed, uint64_t offset),
       self.bernoulli_(probabilities, generator(seed, offset)))
 
-static void dropout_mask(int64_t elements, double probability, uint64_t seed, uint64_t offset, Out mask) {
+// In a graph the seed and the offset at the replay's begin are read from the device. What the graph has drawn before adds
+// to the offset, so a replay draws what the same calls would have drawn outside it.
+static at::Generator generator(In seed, In begin, uint64_t offset) {
+  return generator(seed.item<int64_t>(), begin.item<int64_t>() + offset);
+}
+
+ACLNN(aclnnInplaceNormalTensor, (Out self, float mean, float deviation, In seed, In begin, int64_t offset),
+      self.normal_(mean, deviation, generator(seed, begin, offset)))
+ACLNN(aclnnInplaceUniformTensor, (Out self, double from, double to, In seed, In begin, uint64_t offset),
+      self.uniform_(from, to, generator(seed, begin, offset)))
+ACLNN(aclnnInplaceRandomTensor, (Out self, int64_t from, int64_t to, In seed, In begin, uint64_t offset),
+      self.random_(from, to, generator(seed, begin, offset)))
+
+static void dropout_mask(int64_t elements, double probability, const at::Generator& drawn, Out mask) {
   at::Tensor kept = at::empty({elements}, at::kBool);
-  kept.bernoulli_(1 - probability, generator(seed, offset));
+  kept.bernoulli_(1 - probability, drawn);
   uint8_t* bytes = mask.zero_().data_ptr<uint8_t>();
   const bool* flags = kept.const_data_ptr<bool>();
   for (int64_t i = 0; i < elements; ++i) bytes[i / 8] |= flags[i] << (i % 8);
@@ -40,6 +53,9 @@ at::Tensor emulator::unpack_dropout_mask(In mask, at::IntArrayRef shape) {
 
 ACLNN(aclnnDropoutGenMaskV2,
       (Integers shape, double probability, int64_t seed, int64_t offset, aclDataType, Out mask),
-      dropout_mask(c10::multiply_integers(shape), probability, seed, offset, mask))
+      dropout_mask(c10::multiply_integers(shape), probability, generator(seed, offset), mask))
+ACLNN(aclnnDropoutGenMaskV2Tensor,
+      (Integers shape, double probability, In seed, In begin, uint64_t offset, aclDataType, Out mask),
+      dropout_mask(c10::multiply_integers(shape), probability, generator(seed, begin, offset), mask))
 ACLNN(aclnnDropoutDoMask, (In self, In mask, double probability, Out out),
       out.copy_(self * unpack_dropout_mask(mask, self.sizes()) * (1 / (1 - probability))))

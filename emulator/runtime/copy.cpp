@@ -1,6 +1,7 @@
 // Copies and fills, on a stream or at once, at the speed of the link they cross.
 #include "copy.h"
 
+#include "captures.h"
 #include "detector.h"
 #include "device.h"
 #include "fault.h"
@@ -143,6 +144,7 @@ aclError use_after_free(const char* function) {
 
 aclError copy_now(const char* function, void* to, size_t room, const void* from, size_t nbytes, bool own_call) {
   if (nbytes > room) return too_small(function);
+  if (const aclError code = Captures::get().refuse_waiting(function); code != ACL_SUCCESS) return code;
   const Copy copy = plan(to, from);
   if (copy.freed()) return use_after_free(function);
   if (Detector::on()) {
@@ -167,6 +169,9 @@ aclError copy_on_stream(const char* function, void* to, size_t room, const void*
   if (copy.freed()) return use_after_free(function);
   if (copy.on_host()) {
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, std::string(function) + ": host to host is not supported");
+  }
+  if (copy.pageable() && is_captured(stream)) {
+    return fail(ACL_ERROR_RT_PARAM_INVALID, std::string(function) + ": a graph takes no copy of pageable memory");
   }
   std::function<void()> move = [=] { copy.move(to, from, nbytes); };
   if (copy.is("late")) move = [move] { LateBytes::all().add(move); };
@@ -202,6 +207,7 @@ ACL_EXPORT aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, si
 
 ACL_EXPORT aclError aclrtMemset(void* to, size_t room, int32_t value, size_t nbytes) {
   if (nbytes > room) return too_small("aclrtMemset");
+  if (const aclError code = Captures::get().refuse_waiting("aclrtMemset"); code != ACL_SUCCESS) return code;
   const Place place = Memory::get().place_of(to);
   if (place == Place::freed) return use_after_free("aclrtMemset");
   if (Detector::on() && place != Place::pageable) {

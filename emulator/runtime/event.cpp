@@ -1,4 +1,5 @@
 // Events: points in streams that other streams and the host can wait for.
+#include "captures.h"
 #include "copy.h"
 #include "detector.h"
 #include "fault.h"
@@ -7,6 +8,7 @@
 #include <pthread.h>
 
 #include <map>
+#include <stdexcept>
 #include <string>
 
 namespace emulator {
@@ -23,8 +25,20 @@ class Event {
     if (code != ACL_SUCCESS) return code;
     // Only now, when it is queued: a wait that got in before it on the same stream would never end.
     std::lock_guard lock(mutex_);
-    newest_ = std::move(point);
+    (point->graph() ? captured_ : newest_) = std::move(point);
     return ACL_SUCCESS;
+  }
+
+  // The capture in which it was recorded, while that goes on. Once it has ended, the event is what it was before.
+  std::shared_ptr<Graph> capture() {
+    std::lock_guard lock(mutex_);
+    const auto graph = captured_ ? captured_->graph() : nullptr;
+    return graph && graph->is_captured_to() ? graph : nullptr;
+  }
+
+  std::shared_ptr<StreamPoint> captured() {
+    std::lock_guard lock(mutex_);
+    return captured_;
   }
 
   // Empty before the first record.
@@ -36,6 +50,7 @@ class Event {
  private:
   std::mutex mutex_;
   std::shared_ptr<StreamPoint> newest_;
+  std::shared_ptr<StreamPoint> captured_;  // the newest record in a capture
 };
 
 // All events. torch_npu may use one that another thread has just destroyed; a call keeps what it has found.
@@ -73,6 +88,24 @@ class Events {
 
 aclError unknown(const char* function) {
   return fail(ACL_ERROR_RT_PARAM_INVALID, std::string(function) + ": not an event, or one that was destroyed");
+}
+
+aclError captured(const char* function) {
+  return refuse_captured(ACL_ERROR_RT_EVENT_CAPTURED, function, "the event");
+}
+
+// The stream is captured, too, from now on.
+aclError wait_in_capture(aclrtStream handle, Event& event, const std::shared_ptr<Graph>& graph) {
+  if (handle == nullptr) {
+    return fail(ACL_ERROR_RT_STREAM_CAPTURE_IMPLICIT, "aclrtStreamWaitEvent: the default stream cannot be captured");
+  }
+  const auto stream = Streams::all().find(handle);
+  if (!stream) {
+    return fail(ACL_ERROR_RT_STREAM_CONTEXT, "aclrtStreamWaitEvent: not a stream, or one that was destroyed");
+  }
+  if (const aclError code = Captures::get().join(stream, graph); code != ACL_SUCCESS) return code;
+  return submit(handle,
+                {.name = "event_wait", .reads = {}, .writes = {}, .body = {}, .awaits = event.captured()});
 }
 
 // torch_npu's watchdog asks once a second, on a thread of its own, whether collectives have ended. That is no call of
@@ -119,6 +152,9 @@ ACL_EXPORT aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
 }
 
 ACL_EXPORT aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) {
+  if (flag == ACL_EVENT_EXTERNAL) {
+    throw std::runtime_error("external events, between a graph and what is outside it, are not emulated");
+  }
   return aclrtCreateEventExWithFlag(event, flag);
 }
 
@@ -136,14 +172,20 @@ ACL_EXPORT aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
 ACL_EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
   const auto event = Events::all().find(handle);
   if (!event) return unknown("aclrtStreamWaitEvent");
+  if (const auto graph = event->capture()) return wait_in_capture(stream, *event, graph);
   const auto point = event->newest();
   if (!point || misbehaves("lost_wait")) return ACL_SUCCESS;
+  if (is_captured(stream)) {
+    return fail(ACL_ERROR_RT_CAPTURE_DEPENDENCY,
+                "aclrtStreamWaitEvent: a captured stream cannot wait for an event that was recorded outside the capture");
+  }
   return submit(stream, {.name = "event_wait", .reads = {}, .writes = {}, .body = {}, .awaits = point});
 }
 
 ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent handle) {
   const auto event = Events::all().find(handle);
   if (!event) return unknown("aclrtSynchronizeEvent");
+  if (event->capture()) return captured("aclrtSynchronizeEvent");
   if (const auto point = event->newest()) {
     if (Simulation::on()) Simulation::get().wait_for(*point);
     point->wait();
@@ -156,6 +198,7 @@ ACL_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent handle) {
 ACL_EXPORT aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
   const auto event = Events::all().find(handle);
   if (!event) return unknown("aclrtQueryEventStatus");
+  if (event->capture()) return captured("aclrtQueryEventStatus");
   if (device_is_lost()) return lost();
   const auto point = event->newest();
   const bool watchdog = point && is_watchdog();
@@ -179,6 +222,7 @@ ACL_EXPORT aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start,
   const auto first = Events::all().find(start);
   const auto last = Events::all().find(end);
   if (!first || !last) return unknown("aclrtEventElapsedTime");
+  if (first->capture() || last->capture()) return captured("aclrtEventElapsedTime");
   const auto from = first->newest();
   const auto to = last->newest();
   const auto elapsed = from && to ? time_between(*from, *to) : std::nullopt;

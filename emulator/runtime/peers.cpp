@@ -1,5 +1,6 @@
 #include "peers.h"
 
+#include "captures.h"
 #include "device.h"
 #include "fault.h"
 #include "memory.h"
@@ -10,6 +11,8 @@
 namespace emulator {
 
 bool runs_unasked() { return settings().schedule == Order::eager; }
+
+bool is_in_capture(aclrtStream stream) { return is_captured(stream); }
 
 void ask_for(StreamPoint& point) { point.ask(); }
 

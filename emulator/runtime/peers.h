@@ -13,6 +13,9 @@ namespace emulator {
 // Whether streams run what they have without being asked, as the eager schedule has it.
 FOR_HCCL bool runs_unasked();
 
+// Whether what is put on the stream goes into a graph.
+FOR_HCCL bool is_in_capture(aclrtStream stream);
+
 // Makes the schedule run the stream up to this point.
 FOR_HCCL void ask_for(StreamPoint& point);
 FOR_HCCL bool is_reached(StreamPoint& point);

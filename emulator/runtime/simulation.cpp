@@ -64,6 +64,13 @@ void Simulation::issue(const std::shared_ptr<Lane>& lane, const Operation& opera
                             .joint = operation.joint});
 }
 
+void Simulation::capture(const Operation& operation) {
+  const bool calls = operation.body != nullptr;
+  Call call(*this, !operation.own_call ? 0 : calls ? model_.issue() : model_.event(), calls);
+}
+
+void Simulation::replay() { Call call(*this, model_.issue()); }
+
 void Simulation::run_now(int device, const Work& work, bool own_call) {
   Call call(*this, own_call ? model_.issue() : 0);
   const auto lane = open(device, 0);

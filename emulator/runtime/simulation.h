@@ -25,6 +25,10 @@ class Simulation {
 
   std::shared_ptr<Lane> open(int device, int stream);
   void issue(const std::shared_ptr<Lane>& lane, const Operation& operation);
+  // An operation is put into a graph, which costs the host as much.
+  void capture(const Operation& operation);
+  // A graph is replayed, which costs it as much as one kernel. Its operations then cost nothing.
+  void replay();
   // Work that the host waits for without a stream. own_call: see Operation.
   void run_now(int device, const Work& work, bool own_call = true);
 

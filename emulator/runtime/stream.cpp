@@ -3,6 +3,7 @@
 #include "detector.h"
 #include "device.h"
 #include "fault.h"
+#include "graph.h"
 #include "memory.h"
 #include "poison.h"
 #include "schedule.h"
@@ -62,6 +63,20 @@ Stream::~Stream() {
   arrived_.notify_all();
   if (thread_.joinable()) thread_.join();
   if (Detector::on()) Detector::get().leave(slot_);
+}
+
+std::shared_ptr<Graph> Stream::capture() {
+  std::shared_ptr<Graph> graph;  // a graph may end here, which waits for streams: never under a stream's lock
+  {
+    std::lock_guard lock(mutex_);
+    graph = capture_.lock();
+  }
+  return graph && graph->is_captured_to() ? graph : nullptr;
+}
+
+void Stream::enter(const std::shared_ptr<Graph>& capture) {
+  std::lock_guard lock(mutex_);
+  capture_ = capture;
 }
 
 void Stream::push(Operation operation, int site) {
@@ -234,9 +249,9 @@ Streams& Streams::all() {
   return *streams;
 }
 
-aclrtStream Streams::create(int device) {
+std::shared_ptr<Stream> Streams::make(int device) {
   std::lock_guard lock(mutex_);
-  return streams_.emplace_back(std::make_shared<Stream>(device)).get();
+  return streams_.emplace_back(std::make_shared<Stream>(device));
 }
 
 std::shared_ptr<Stream> Streams::find(aclrtStream handle) {
@@ -274,6 +289,12 @@ StreamError Streams::synchronize(int device) {
   return first;
 }
 
+bool Streams::captures(int device) {
+  const auto streams = list();
+  return std::any_of(streams.begin(), streams.end(),
+                     [=](auto& stream) { return stream->device() == device && stream->capture() != nullptr; });
+}
+
 bool Streams::busy() {
   const auto streams = list();
   return std::any_of(streams.begin(), streams.end(), [](auto& stream) { return stream->busy(); });
@@ -298,19 +319,27 @@ size_t bytes_written(const Operation& operation) {
 aclError submit(aclrtStream handle, Operation operation) {
   const auto stream = Streams::all().find(handle);
   if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, operation.name + ": not a stream, or one that was destroyed");
+  if (const auto graph = stream->capture()) return graph->add(*stream, std::move(operation));
+  // Asked before any lock is taken: to know where the program is, Python's own lock is needed.
+  const int site = Detector::on() && operation.body ? Detector::get().site() : 0;
+  return issue(stream, std::move(operation), site);
+}
+
+aclError issue(const std::shared_ptr<Stream>& stream, Operation operation, int site) {
   if (const aclError code = count_towards_loss(); code != ACL_SUCCESS) return code;
   if (touches_freed_memory(operation)) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, operation.name + ": memory that was freed");
   }
   give_other_bits(operation);
-  // Asked before any lock is taken: to know where the program is, Python's own lock is needed.
-  const int site = Detector::on() && operation.body ? Detector::get().site() : 0;
   stream->push(std::move(operation), site);
   Schedule::get().submitted();
   return ACL_SUCCESS;
 }
 
+// A graph keeps its memory. What torch takes back of it is handed out only within its captures, and there the bytes that
+// replays read and write say what must be ordered. When torch tells of it says nothing of when replays use it.
 void freed_by_torch(aclrtStream handle, Range block) {
+  if (Graph::one_writes_to(block)) return;
   if (const auto stream = Streams::all().find(handle)) Detector::get().taken_back(stream->id(), block);
 }
 

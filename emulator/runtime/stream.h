@@ -16,6 +16,8 @@
 
 namespace emulator {
 
+class Graph;
+
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   explicit Stream(int device);
@@ -31,6 +33,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool idle();                // asked by the host; the schedule hears of it
   int id() const { return id_; }
   int device() const { return device_; }
+
+  // The graph that is captured on this stream now; empty where it runs what it has.
+  std::shared_ptr<Graph> capture();
+  void enter(const std::shared_ptr<Graph>& capture);
 
   // For the schedule. Operations are numbered from 1.
   void permit(uint64_t position);
@@ -55,6 +61,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::condition_variable finished_;
+  std::weak_ptr<Graph> capture_;
   std::deque<Operation> queue_;
   uint64_t pushed_ = 0;
   uint64_t permitted_;
@@ -72,11 +79,12 @@ class Streams {
  public:
   static Streams& all();
 
-  aclrtStream create(int device);
+  std::shared_ptr<Stream> make(int device);
   // nullptr is the default stream of the current device; empty if there is none such.
   std::shared_ptr<Stream> find(aclrtStream handle);
   void destroy(const std::shared_ptr<Stream>& stream);
   StreamError synchronize(int device);
+  bool captures(int device);  // whether one of its streams is captured
   bool busy();
   std::vector<std::shared_ptr<Stream>> ready();
   void demand();
@@ -88,5 +96,8 @@ class Streams {
   std::vector<std::shared_ptr<Stream>> streams_;
   std::vector<std::shared_ptr<Stream>> defaults_;  // by device
 };
+
+// Puts an operation at the end of a stream that is not captured. site: see Detector.
+aclError issue(const std::shared_ptr<Stream>& stream, Operation operation, int site);
 
 }  // namespace emulator

@@ -1,4 +1,5 @@
 // CANN's functions on streams.
+#include "captures.h"
 #include "copy.h"
 #include "device.h"
 #include "fault.h"
@@ -17,9 +18,13 @@ static aclError unknown(const char* function) {
   return fail(ACL_ERROR_RT_STREAM_CONTEXT, std::string(function) + ": not a stream, or one that was destroyed");
 }
 
+static aclError captured(const char* function) {
+  return refuse_captured(ACL_ERROR_RT_STREAM_CAPTURED, function, "the stream");
+}
+
 ACL_EXPORT aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
   if (const aclError code = fault("aclrtCreateStream"); code != ACL_SUCCESS) return code;
-  *stream = Streams::all().create(current_device());
+  *stream = Streams::all().make(current_device()).get();
   return ACL_SUCCESS;
 }
 
@@ -28,6 +33,7 @@ ACL_EXPORT aclError aclrtCreateStream(aclrtStream* stream) { return aclrtCreateS
 ACL_EXPORT aclError aclrtDestroyStream(aclrtStream handle) {
   const auto stream = handle == nullptr ? nullptr : Streams::all().find(handle);
   if (!stream) return unknown("aclrtDestroyStream");
+  if (stream->capture()) return captured("aclrtDestroyStream");
   Streams::all().destroy(stream);
   return ACL_SUCCESS;
 }
@@ -36,7 +42,8 @@ ACL_EXPORT aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDe
 
 ACL_EXPORT aclError aclrtSynchronizeStream(aclrtStream handle) {
   const auto stream = Streams::all().find(handle);
-  return stream ? told(stream->synchronize()) : unknown("aclrtSynchronizeStream");
+  if (!stream) return unknown("aclrtSynchronizeStream");
+  return stream->capture() ? captured("aclrtSynchronizeStream") : told(stream->synchronize());
 }
 
 // The timeout is not kept: an operation of the emulator ends, or the test that waits for it has one of its own.
@@ -44,7 +51,12 @@ ACL_EXPORT aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_
   return aclrtSynchronizeStream(stream);
 }
 
-ACL_EXPORT aclError aclrtSynchronizeDevice() { return told(Streams::all().synchronize(current_device())); }
+ACL_EXPORT aclError aclrtSynchronizeDevice() {
+  if (Streams::all().captures(current_device())) {
+    return refuse_captured(ACL_ERROR_RT_STREAM_CAPTURED, "aclrtSynchronizeDevice", "a stream of the device");
+  }
+  return told(Streams::all().synchronize(current_device()));
+}
 
 ACL_EXPORT aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
 
@@ -52,6 +64,7 @@ ACL_EXPORT aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* stat
   const auto stream = Streams::all().find(handle);
   if (!stream) return unknown("aclrtStreamQuery");
   if (device_is_lost()) return lost();
+  if (stream->capture()) return captured("aclrtStreamQuery");
   *status = stream->idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }

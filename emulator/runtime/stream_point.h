@@ -15,6 +15,7 @@
 
 namespace emulator {
 
+class Graph;
 class Stream;
 
 // The first thing that went wrong on a stream, or on one for which it has waited; told by every later synchronisation.
@@ -29,6 +30,10 @@ class StreamPoint {
 
   // Says where it stands: behind operation number `position` of the stream. Called once, as its record is queued.
   void place(std::weak_ptr<Stream> stream, uint64_t position, VectorClock known);
+
+  // It stands in a graph, which is captured still, and is never reached: replays have points of their own.
+  void belong_to(std::weak_ptr<Graph> graph) { graph_ = std::move(graph); }
+  std::shared_ptr<Graph> graph() const { return graph_.lock(); }
 
   void reach(StreamError error);
   void ask();      // makes the schedule run what comes before it
@@ -55,6 +60,7 @@ class StreamPoint {
   std::weak_ptr<Stream> stream_;
   uint64_t position_ = 0;
   VectorClock known_;
+  std::weak_ptr<Graph> graph_;
 };
 
 }  // namespace emulator

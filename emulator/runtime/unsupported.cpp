@@ -24,6 +24,9 @@ int unsupported(const char* function) {
 
 #define UNSUPPORTED(function) \
   EXPORT int function() { return emulator::unsupported(#function); }
+// torch_npu goes on after the code that UNSUPPORTED has, with a warning. What is thrown goes through it to its caller.
+#define THROWS(function) \
+  EXPORT int function() { throw std::runtime_error(#function " is not emulated"); }
 #define NOTHING(function) \
   EXPORT void* function() { return nullptr; }
 #define UNHEARD(function) \
@@ -52,6 +55,19 @@ UNSUPPORTED(rtDevBinaryRegister)
 UNSUPPORTED(rtFunctionRegister)
 UNSUPPORTED(rtGetC2cCtrlAddr)
 UNSUPPORTED(rtKernelLaunch)
+
+// What a graph can have on hardware beside its operations: tasks that are exchanged between replays, and branches that
+// depend on data. And what shows a graph.
+THROWS(aclmdlRICaptureTaskGrpBegin)
+THROWS(aclmdlRICaptureTaskGrpEnd)
+THROWS(aclmdlRICaptureTaskUpdateBegin)
+THROWS(aclmdlRICaptureTaskUpdateEnd)
+THROWS(aclmdlRICondHandleCreate)
+THROWS(aclmdlRICondHandleGetCondPtr)
+THROWS(aclmdlRIAddCondTask)
+THROWS(aclmdlRICaptureToModelRIBegin)
+THROWS(aclmdlRIDebugPrint)
+THROWS(aclmdlRIDebugJsonPrint)
 
 // The ranks of one process, for which torch_npu 2.9 is linked with it.
 UNSUPPORTED(HcclCommInitAll)

@@ -89,6 +89,21 @@ def one_device() -> Any:
     return error_of(lambda: dist.all_reduce(torch.ones(1, device="npu:0")))
 
 
+def capture() -> Any:
+    """A collective in a graph, and one after that."""
+    x, graph = torch.ones(8, device="npu"), torch.npu.NPUGraph()
+    stream, errors = torch.npu.current_stream(), []
+
+    def captured() -> None:
+        with torch.npu.graph(graph):
+            errors.append(error_of(lambda: dist.all_reduce(x)))
+
+    errors.append(error_of(captured))
+    torch.npu.set_stream(stream)
+    dist.all_reduce(x)
+    return [*errors, x.tolist()]
+
+
 def error_of(call: Callable[[], object]) -> str:
     try:
         call()
@@ -100,6 +115,8 @@ def error_of(call: Callable[[], object]) -> str:
 if __name__ == "__main__":
     torch.npu.set_device(RANK)
     dist.init_process_group("hccl")
-    found = {"races": races, "disorder": disorder, "death": death, "one_device": one_device}[sys.argv[1]]()
+    found = {"races": races, "disorder": disorder, "death": death, "one_device": one_device, "capture": capture}[
+        sys.argv[1]
+    ]()
     print(json.dumps({"rank": RANK, "found": found}), flush=True)
     os._exit(0) if sys.argv[1] != "races" else dist.destroy_process_group()

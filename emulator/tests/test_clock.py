@@ -70,6 +70,23 @@ def test_events_speak_modelled_time(said: dict[str, Said]) -> None:
     assert events["again"] == 162  # a wait for what has passed costs a query
 
 
+def test_a_replay_costs_the_host_one_launch_and_takes_the_time_of_its_operations(said: dict[str, Said]) -> None:
+    replayed = said["replays_of_a_graph"]
+    # 4 events at 5 and 3 operations at 20 to capture them, 20 for each replay. Each takes 106 and 56 of copies, the
+    # wait 30.
+    assert replayed["times"] == [80, 100, 120, 454]
+    assert replayed["spans"] == [
+        ["memset", 100, 124],
+        ["copy_h2d", 100, 206],
+        ["copy_d2h", 206, 262],
+        ["memset", 262, 286],
+        ["copy_h2d", 262, 368],
+        ["copy_d2h", 368, 424],
+    ]
+    main, side = replayed["streams"][1], replayed["streams"][0]
+    assert replayed["streams"] == [side, main, main] * 2
+
+
 def test_a_copy_runs_beside_the_computing_of_two_streams_that_share_an_engine(said: dict[str, Said]) -> None:
     assert said["computing_beside_a_copy"]["spans"] == [
         ["memset", 20, 44],

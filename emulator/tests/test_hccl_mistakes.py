@@ -42,6 +42,15 @@ def test_the_watchdog_ends_a_process_whose_peer_is_gone_with_its_name(tmp_path: 
 
 
 @job
+def test_a_collective_in_a_graph_is_refused_and_the_next_one_runs(tmp_path: Path) -> None:
+    for line in said(tmp_path, 2, (), "-m", "emulator.tests.hccl_mistakes", "capture"):
+        error, at_the_end, result = line["found"]
+        assert "HcclAllReduce: a collective in a graph is not emulated" in error
+        assert "was not joined" in at_the_end  # the collectives' stream had joined the capture
+        assert result == [2] * 8
+
+
+@job
 def test_more_ranks_than_devices(tmp_path: Path) -> None:
     (line, _) = said(tmp_path, 2, (), "-m", "emulator.tests.hccl_mistakes", "one_device")
     assert "ranks 0 and 1 are both on device 0; each needs one of its own" in line["found"]

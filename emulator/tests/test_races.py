@@ -13,11 +13,12 @@ from ascend_emulator import clear_races, host_access, races
 
 from emulator.tests.emulated_device import RACES
 from emulator.tests.launch import EMULATOR, run, write_script
+from emulator.tests.racing_graphs import GRAPH_PROGRAMS
 from emulator.tests.racing_memory import MEMORY_PROGRAMS
 from emulator.tests.racing_reuse import REUSE_PROGRAMS, handed_out_again
 from emulator.tests.racing_streams import NBYTES, STREAM_PROGRAMS, N, current, ones, pinned, side_stream
 
-PROGRAMS = STREAM_PROGRAMS | MEMORY_PROGRAMS | REUSE_PROGRAMS
+PROGRAMS = STREAM_PROGRAMS | MEMORY_PROGRAMS | REUSE_PROGRAMS | GRAPH_PROGRAMS
 
 watched = pytest.mark.skipif(not RACES, reason="needs the race detector (ASCEND_EMULATOR_RACES=1)")
 

@@ -27,22 +27,6 @@ def test_a_program_sees_the_jit_compile_that_it_has_set(jit_compile: None) -> No
     assert not torch.npu.is_jit_compile_false()
 
 
-def test_a_refused_capture_leaves_streams_and_pinned_memory_usable() -> None:
-    stream = torch.npu.current_stream()
-    try:
-        with (
-            pytest.raises(NotImplementedError, match="captures no graphs"),
-            torch.npu.graph(torch.npu.NPUGraph()),
-        ):
-            pass
-    finally:
-        torch.npu.set_stream(stream)  # as after any capture that does not begin
-    copied = torch.ones(2).pin_memory().npu(non_blocking=True)
-    copied.record_stream(torch.npu.Stream())
-    del copied
-    assert torch.ones(2, device="npu").tolist() == [1, 1]
-
-
 def test_a_call_that_needs_the_older_interface_fails_alone() -> None:
     private = torch_npu.unsafe_empty_with_format((4, 4), device="npu", acl_format=29, keep_format=True)
     with pytest.raises(RuntimeError, match="older interface, aclop"):

@@ -259,6 +259,25 @@ def two_devices(bench: Bench) -> Said:
     return {}
 
 
+def replays_of_a_graph(bench: Bench) -> Said:
+    """A copy beside a fill, and then a copy back; captured, and replayed twice on another stream."""
+    graph = ctypes.c_size_t()
+    bench.acl.check("aclmdlRICaptureBegin", bench.streams[0], 0)
+    bench.wait(1, bench.record(0))
+    bench.up(0)
+    bench.fill(1, ROOM)
+    bench.wait(0, bench.record(1))
+    bench.down(0)
+    bench.acl.check("aclmdlRICaptureEnd", bench.streams[0], ctypes.byref(graph))
+    times = [bench.now()]
+    for _ in range(2):
+        bench.acl.check("aclmdlRIExecuteAsync", graph.value, bench.streams[2])
+        times.append(bench.now())
+    bench.join(2)
+    bench.acl.check("aclmdlRIDestroy", graph.value)
+    return {"times": [*times, bench.now()]}
+
+
 def whatever(bench: Bench) -> Said:
     """A random program. It says for each stream its operations: [name, issued at, what it waits for].
 
@@ -302,6 +321,7 @@ PROGRAMS: dict[str, Callable[[Bench], Said]] = {
         another_rate,
         waits_for_nothing,
         two_devices,
+        replays_of_a_graph,
         whatever,
     )
 }

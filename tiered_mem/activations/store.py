@@ -177,7 +177,11 @@ class BlockStore:
             spiller.fetch_wanted()
 
     def begin_step(self) -> None:
-        """A forward begins. Waits for slots of steps long past, or each step would take new ones."""
+        """A forward begins. Waits for slots of steps long past, or each step would take new ones.
+
+        Raises OffloadRefused while a graph is captured.
+        """
+        self._device.refuse_capture()
         self._host.begin_step()
         if self._host.overdue:
             self._counters.step_waits += 1

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from ..errors import DeviceFailed, DeviceUnavailable
+from ..errors import DeviceFailed, DeviceUnavailable, OffloadRefused
 from .torch_private import current_stream, npu_format
 
 _log = logging.getLogger("tiered_mem.device")
@@ -94,8 +94,17 @@ class Device:
         return cast(Stream, same)
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
-        """Work issued inside goes to `stream`."""
+        """Work issued inside goes to `stream`. Raises OffloadRefused while the current one is captured."""
+        self.refuse_capture()
         return stream if isinstance(stream, torch.Stream) else contextlib.nullcontext()
+
+    def refuse_capture(self) -> None:
+        """Raises OffloadRefused while the current stream is captured for a graph.
+
+        A replay would copy into host memory that belongs to another block by then, and what is to leave now stays.
+        """
+        if self._module is not None and self._module.is_current_stream_capturing():
+            raise OffloadRefused("tiered_mem moves nothing while a graph is captured: capture outside its contexts")
 
     def wait_for(self, event: Event) -> None:
         """Waits on the host for an event. Raises DeviceFailed where it will never pass.

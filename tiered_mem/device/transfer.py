@@ -39,8 +39,8 @@ class TransferEngine:
 
         One ticket stands for all: what leaves together is released together.
         """
-        _wait_for_work(self._to_host, streams)
         with self._device.on(self._to_host):
+            _wait_for_work(self._to_host, streams)
             return self._copy("offload", self._to_host, to, of)
 
     def reload(self, of: Tensors, to: Tensors, stream: Stream, filled: Sequence[Ticket | None]) -> list[Ticket]:
@@ -52,9 +52,9 @@ class TransferEngine:
         """
         if not of:
             return []
-        _wait_for_work(self._to_device, [stream])
         tickets: list[Ticket] = []
         with self._device.on(self._to_device):
+            _wait_for_work(self._to_device, [stream])
             for group in _groups(of):
                 for ticket in dict.fromkeys(filled[group]):
                     # Where the destinations' stream has waited for that copy already, so has this one.
@@ -69,9 +69,9 @@ class TransferEngine:
 
         It is for memory of which the caller knows who used it last.
         """
-        for ticket in after:
-            ticket.hold(self._to_device)
         with self._device.on(self._to_device):
+            for ticket in after:
+                ticket.hold(self._to_device)
             return self._copy("reload", self._to_device, to, of)
 
     def _copy(self, direction: Direction, stream: Stream, to: Tensors, of: Tensors) -> Ticket:
