@@ -128,7 +128,7 @@ MOST: dict[str, tuple[Callable[[int], Policy], float]] = {
     "layer order": (lambda given: LayerOrderPolicy(in_flight=1), 36),
     "layer order, nothing leaves": (lambda given: LayerOrderPolicy(0), 29),
     "by dictionary": (lambda given: SynchronizationDictPolicy(SCHEDULE), 37),
-    "lru": (lambda given: LRUPolicy(SAVED // 3), 111),
+    "lru": (lambda given: LRUPolicy(SAVED // 3), 112),
     "auto, nothing leaves": (lambda given: PlannedPolicy(given + 4 * SAVED, LINK), 45),
     "auto, half leaves": (lambda given: PlannedPolicy(given + MIB + SAVED // 2, LINK, recompute=False), 130),
 }

@@ -95,7 +95,8 @@ class Device:
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Work issued inside goes to `stream`. Raises OffloadRefused while the current one is captured."""
-        self.refuse_capture()
+        if self._module is not None and self._module.is_current_stream_capturing():
+            self.refuse_capture()
         return stream if isinstance(stream, torch.Stream) else contextlib.nullcontext()
 
     def refuse_capture(self) -> None:
