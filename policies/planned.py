@@ -155,6 +155,7 @@ class PlannedPolicy(Policy):
         self._most_blocks = 0  # the budget
         self._most_through = 0  # the uses by then, if backward was through
         self._kept = 0  # of optimizer states, when the step began
+        self._settled = True  # whether they were by then
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
         self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
         self._reserve = 0  # what plans leave free for the next
@@ -257,7 +258,7 @@ class PlannedPolicy(Policy):
     def _begin(self, number: int) -> None:
         self._end({})  # where nobody said so
         self._most = self._most_blocks = 0
-        self._kept = self.states.kept
+        self._kept, self._settled = self.states.kept, self.states.settled
         if self._treatments is not None:
             self._treatments.begin()
         self._player.begin(number, may_rest=self._asks is _PLAYED)
@@ -266,7 +267,7 @@ class PlannedPolicy(Policy):
         step = self._player.end()
         if step is None:
             return
-        step.peak = self._most
+        step.peak, step.update = self._most, self.states.step_peak
         if step.peak > self._given:
             cause = self._cause(step)
             registered = self.states.registered
@@ -279,7 +280,11 @@ class PlannedPolicy(Policy):
             step.passing = True
             self._repertoire.states_moved()
             self.account.states_moved()
+            if self._treatments is not None:
+                self._treatments.states_moved()
             self._untimed = _PATIENCE
+        if self.states.settled and not self._settled:
+            self._forget(step)
         self._untimed = 0 if StepMeasured in self._asks else self._untimed + 1
         self._strays = self._strays + 1 if step.deviates or self._repertoire.apart(step.variant.more) else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
@@ -308,6 +313,15 @@ class PlannedPolicy(Policy):
                 self._asks = _RECORDED
             elif self._treatments.lacks_times and self._asks is _PLAYED:
                 self._asks = _TIMED
+
+    def _forget(self, step: StepUnderWay) -> None:
+        """Steps have optimizer states on the device from now on where this one, and all before it, had none."""
+        step.passing = True
+        self._repertoire.forget()
+        self._ended.clear()
+        self.account.states_moved()
+        if self._treatments is not None:
+            self._treatments.forget()
 
     def _decided(self) -> None:
         """It is clear now what the step is."""
@@ -369,12 +383,12 @@ class PlannedPolicy(Policy):
         if known is None or known.stitched or step.deviates or (other and step.exact):
             if step.exact and recording.regular and not repertoire.same(recording):
                 try:
-                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice)
+                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice, step.update)
                 except BudgetTooSmall as error:
                     if self._fragments is None or error.floor > self._given:
                         raise
                     self._leave_out(self._given - error.floor)  # it did run
-                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice)
+                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice, step.update)
                 if self._treatments is not None:
                     self._treatments.learnt(learnt)
                 lacks_times = missing or (self._treatments is not None and self._treatments.lacks_times)

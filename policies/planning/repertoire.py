@@ -108,7 +108,7 @@ class Repertoire:
         self._host_bytes = host_bytes
         self._slowdown = slowdown
         self.states = states
-        self._crossing = 0  # of states, in backward if none stay: what plans were made for
+        self._crossing = states.crossing(0)  # what plans were made for
         self._known: list[Known] = []  # the one that was used last comes last
         self._told = inf  # from this ratio on it has been said that a step may run out of memory
         self._unplanned_told = False
@@ -167,11 +167,12 @@ class Repertoire:
         like: Known | None,
         variant: Variant,
         choice: Choice,
+        update: int,
     ) -> Known | None:
         """Takes a step over, and plans for it.
 
         seconds: of its positions, or of the last of them, if it began `like` a variant of a known one. choice: how
-        its layers were treated.
+        its layers were treated. update: the most bytes of the device while optimizers stepped in it.
 
         Raises BudgetTooSmall for the first step. A later one that the budget is too small for is left out.
         """
@@ -184,7 +185,7 @@ class Repertoire:
         profile, blocks = recording.profile([*begun, *seconds])
         if self.states.step_peak:
             # The optimizer's step was another one then: with no states yet, or with others on the device.
-            profile = profile.ending_below(self.states.step_peak)
+            profile = profile.ending_below(self.states.step_peak, update)
         guessed = before > 0 or not self._known
         known = Known(
             recording.course, recording.uses, recording.names, blocks, profile, guessed=guessed, choice=choice
@@ -228,7 +229,7 @@ class Repertoire:
     def basis(self) -> tuple[float, ...]:
         """The rates and sizes that decide how layers are treated best."""
         states = self.states
-        return self.link.out, self.link.back, *map(float, (self.budget, states.total, states.in_backward(0)))
+        return self.link.out, self.link.back, *map(float, (self.budget, states.total, *states.crossing(0)))
 
     @staticmethod
     def nearby(ratio: float, more: int) -> Variant:
@@ -242,7 +243,7 @@ class Repertoire:
 
     def table(self, known: Known, variant: Variant = _RECORDED, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
-        if (crossing := self.states.in_backward(0)) != self._crossing:
+        if (crossing := self.states.crossing(0)) != self._crossing:
             self._crossing = crossing
             self.replan()
         if self.states.total and (self.states.target is None or not self.states.fit(self.room)):
@@ -309,6 +310,10 @@ class Repertoire:
         for known in self._known:
             known.guessed = True
 
+    def forget(self) -> None:
+        """No step that comes is like those that are known."""
+        self._known.clear()
+
     def drift(self, known: Known, variant: Variant, seconds: Sequence[float]) -> None:
         """Plans a kind of steps anew, by the seconds of one of this variant, if that changes the prediction."""
         tables, profile = known.tables, known.profile
@@ -372,7 +377,8 @@ class Repertoire:
             made = plan(profile, budget, link)
         else:
             made = least_memory(profile, budget, link, self._slowdown)
-        return paced(profile, made, link) if self.states.in_backward(self.states.planned) else made
+        _, in_backward = self.states.crossing(self.states.planned)
+        return paced(profile, made, link) if in_backward else made
 
     def _disk(self, profile: Profile, first: Plan) -> DiskPlan | None:
         if self.link.drive is None:
