@@ -87,7 +87,8 @@ class PlannedPolicy(Policy):
     Where a step does not go as planned, what is leaving is released early, and then the blocks leave that are used
     last: that costs time and keeps the budget.
 
-    Once a step is measured, `decide` raises BudgetTooSmall where no plan can keep the budget.
+    Once a step is measured, `decide` raises BudgetTooSmall where no plan can keep the budget. While it is not
+    `alone` it goes on with the least that the step can be run in.
 
     Args:
         budget: Bytes of the device for everything, an int or a string such as "60GiB".
@@ -107,6 +108,7 @@ class PlannedPolicy(Policy):
 
     Attributes:
         states: What is said of optimizer states that may have a part of the budget.
+        alone: Nobody else is to hear of a budget that is too small before this policy raises the error.
 
     Raises:
         ValueError: A size is below 1 byte, or slowdown is below 0.
@@ -140,6 +142,8 @@ class PlannedPolicy(Policy):
         if host_bytes is not None and not callable(host_bytes):
             host_bytes = parse_bytes(host_bytes, "host_bytes")
         self.states = StatesShare(passing=self._given // _PASSING)
+        self.alone = True
+        self._shortfall: BudgetTooSmall | None = None
         self._least_margin = margin
         self._repertoire = Repertoire(self._budget, link, host_bytes, slowdown, self.states, margin)
         self._ended: dict[int, StepUnderWay] = {}
@@ -182,6 +186,22 @@ class PlannedPolicy(Policy):
         """What the last plan promises, and what came of it; or why there is none."""
         over = self._overruns
         return replace(self.account.report(), steps_over=over.steps, most_over=over.most)
+
+    def shortfall(self, most: int = 0) -> BudgetTooSmall | None:
+        """Why no plan can keep the budget in steps like the first one, as far as that has come. None: one can.
+
+        Args:
+            most: The bytes of the device that were taken since the last event, at the fullest.
+        """
+        step = self._player.step
+        if not (self._repertoire or step is None):
+            self._see(step, most)
+        return self._shortfall
+
+    def _see(self, step: StepUnderWay, most: int = 0) -> None:
+        if step.exact and step.recording.regular:
+            others = most - self._player.own - self.states.kept
+            self._shortfall = self._repertoire.shortfall(step.recording, others, self._given)
 
     def decide(self, event: Event) -> Sequence[Advice]:
         player = self._player
@@ -290,6 +310,8 @@ class PlannedPolicy(Policy):
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
         self.account.ended(step)
+        if not (self.alone or self._repertoire):
+            self._see(step)
         if step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
         if step.varies:
@@ -382,8 +404,11 @@ class PlannedPolicy(Policy):
         other = step.longer or repertoire.apart(step.variant.more)
         if known is None or known.stitched or step.deviates or (other and step.exact):
             if step.exact and recording.regular and not repertoire.same(recording):
+                strict = self.alone or self._shortfall is None
                 try:
-                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice, step.update)
+                    learnt = repertoire.add(
+                        recording, seconds, known, step.variant, step.choice, step.update, strict=strict
+                    )
                 except BudgetTooSmall as error:
                     if self._fragments is None or error.floor > self._given:
                         raise

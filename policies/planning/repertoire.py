@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .disk_and_states import Beside, StatesShare, explained, paced, plan_disk, states_to_keep
 from .planner import least_memory, plan
-from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile
+from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile, least_bytes
 from .rates import Rates
 from .recording import Name, Recording, whole
 from .stitching import Choice, RecordedStep
@@ -168,13 +168,16 @@ class Repertoire:
         variant: Variant,
         choice: Choice,
         update: int,
+        *,
+        strict: bool = True,
     ) -> Known | None:
         """Takes a step over, and plans for it.
 
         seconds: of its positions, or of the last of them, if it began `like` a variant of a known one. choice: how
         its layers were treated. update: the most bytes of the device while optimizers stepped in it.
 
-        Raises BudgetTooSmall for the first step. A later one that the budget is too small for is left out.
+        Raises BudgetTooSmall for the first step, if that is `strict`: else it has a plan with the least possible. A
+        later one that the budget is too small for is left out.
         """
         before = len(recording.names) - len(seconds)
         begun = (
@@ -182,16 +185,13 @@ class Repertoire:
             if like is None
             else recording.take_over(before, like.names, like.profile.scaled(*variant))
         )
-        profile, blocks = recording.profile([*begun, *seconds])
-        if self.states.step_peak:
-            # The optimizer's step was another one then: with no states yet, or with others on the device.
-            profile = profile.ending_below(self.states.step_peak, update)
+        profile, blocks = self._profile(recording, [*begun, *seconds], update)
         guessed = before > 0 or not self._known
         known = Known(
             recording.course, recording.uses, recording.names, blocks, profile, guessed=guessed, choice=choice
         )
         try:
-            self.table(known, strict=True)
+            self.table(known, strict=strict or bool(self._known))
         except BudgetTooSmall as error:
             if not self._known:
                 raise
@@ -203,6 +203,32 @@ class Repertoire:
             return None
         self._take(known)
         return known
+
+    def shortfall(self, recording: Recording, others: int, budget: int) -> BudgetTooSmall | None:
+        """Why no plan can keep a budget in a step like this one, if none can.
+
+        others: bytes that were taken beside its blocks after its last event, at the fullest.
+        """
+        profile, _ = self._profile(recording, [0.0] * len(recording.names), self.states.step_peak, others)
+        least = least_bytes(profile)  # it takes no times
+        worst = least.index(max(least))
+        if least[worst] <= budget:
+            return None
+        lives = zip(profile.nbytes, profile.saved, profile.dropped, strict=True)
+        unmovable = profile.full[worst] - sum(n for n, saved, dropped in lives if saved <= worst < dropped)
+        error = BudgetTooSmall(budget, least[worst], worst, unmovable)
+        return explained(error, profile, recording.names, self.states)
+
+    def _profile(
+        self, recording: Recording, seconds: Sequence[float], update: int, others: int = 0
+    ) -> tuple[Profile, list[Name]]:
+        profile, blocks = recording.profile(seconds)
+        *unmovable, last = profile.unmovable
+        profile = replace(profile, unmovable=[*unmovable, max(last, others)])
+        if self.states.step_peak:
+            # The optimizer's step was another one then: with no states yet, or with others on the device.
+            profile = profile.ending_below(self.states.step_peak, update)
+        return profile, blocks
 
     def stitch(self, step: RecordedStep, choice: Choice) -> bool:
         """Takes over a step whose layers are to be treated so from now on. Whether one like it is still to be
