@@ -53,6 +53,28 @@ def test_it_has_the_same_values(
     assert not differences(*results)
 
 
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_a_state_that_is_its_parameter_stays(overlap: Any, device: str, make_tiered: MakeTiered) -> None:
+    """A copy of it would not be ordered with what changes the parameter. Its master weight is itself in float32."""
+    results = []
+    for tier in (False, True):
+        halves = make_params(device, torch.bfloat16, [(8,), (9,), (10,)])
+        whole = make_params(device, torch.float32, [(64, 64)])
+        optimizer: Any = MasterWeights([*halves, *whole])
+        if tier:
+            optimizer = make_tiered(optimizer, separable=True, bucket_bytes=1024, overlap=overlap)
+        train(optimizer, [*halves, *whole], range(6))
+        results.append(outcome(optimizer, [*halves, *whole]))
+    fields = {
+        field.path
+        for bucket in optimizer.states.pipeline.buckets
+        for field in bucket.fields.get(whole[0], ())
+        if whole[0] in bucket.params
+    }
+    assert fields == {("momentum",)}
+    assert not differences(*results)
+
+
 def test_what_an_optimizer_makes_later_leaves_the_device_too(
     device: str, device_module: Any, make_tiered: MakeTiered
 ) -> None:

@@ -27,6 +27,7 @@ from .layout import (
     fields_of,
     leaf_at,
     leaves,
+    lies_in,
     on_cpu,
     put_leaf,
     with_tensors,
@@ -112,7 +113,7 @@ class Bucket:
         self.drop_flat()
         self.nbytes, self.fields = 0, {}
         for param in self.params:
-            self._append(param, fields_of(self.states.get(param, {}), split, self.nbytes))
+            self._append(param, fields_of(param, self.states.get(param, {}), split, self.nbytes))
 
     def copies(self) -> dict[Param, State]:
         """Copies of the states on the CPU. Waits. Raises what `Residence.take` does."""
@@ -195,7 +196,7 @@ class Bucket:
 
     def _is_as_before(self, param: Param, path: Path, value: object, split: Splitter) -> bool:
         field = next((field for field in self.fields.get(param, ()) if field.path == path), None)
-        pieces = None if isinstance(value, Absent) else split(value)
+        pieces = None if isinstance(value, Absent) or lies_in(value, param) else split(value)
         if pieces is None:
             return field is None or not isinstance(value, torch.Tensor)
         return field is not None and field.describes(pieces)

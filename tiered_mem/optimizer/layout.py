@@ -77,11 +77,11 @@ class Part(NamedTuple):
         return self.offset + _padded(self.nbytes)
 
 
-def fields_of(state: Mapping[Any, Any], split: Splitter, start: int) -> tuple[Field, ...]:
-    """Where the tensors of a state that can move are to lie, from byte `start` on."""
+def fields_of(param: Param, state: Mapping[Any, Any], split: Splitter, start: int) -> tuple[Field, ...]:
+    """Where the tensors of a parameter's state that can move are to lie, from byte `start` on."""
     fields = []
     for path, value in leaves(state):
-        pieces = split(value)
+        pieces = None if lies_in(value, param) else split(value)
         if pieces is None:
             continue
         parts = []
@@ -101,7 +101,7 @@ class StateLayout(NamedTuple):
 
 def layout_of(param: torch.Tensor, state: Mapping[Any, Any], split: Splitter) -> StateLayout:
     """That of a state. Keeps none of its tensors."""
-    fields = fields_of(state, split, 0)
+    fields = fields_of(param, state, split, 0)
     return StateLayout(fields, _room_for(param, state, fields, split.device))
 
 
@@ -194,6 +194,14 @@ class OwnTensors(Splitter):
         return tensor.untyped_storage().nbytes() == tensor.nbytes and _storage(tensor) not in self._shared
 
 
+def lies_in(value: object, param: Param) -> bool:
+    """Whether a value of a state is its parameter, or shares its memory, as `param.float()` may.
+
+    The optimizer would go on with the parameter, and not with what was moved and brought back.
+    """
+    return isinstance(value, torch.Tensor) and not _storages(value).isdisjoint(_storages(param))
+
+
 def params_of(optimizer: torch.optim.Optimizer) -> list[Param]:
     """All parameters, in the order of their groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
@@ -221,6 +229,11 @@ def without_gaps(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _storages(value: torch.Tensor) -> set[int]:
+    parts = plain_tensors(value)
+    return {_storage(part) for part in parts if part.layout is torch.strided and part.nbytes}
 
 
 def _storage(tensor: torch.Tensor) -> int:

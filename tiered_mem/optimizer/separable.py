@@ -31,6 +31,7 @@ from .layout import (
     layout_of,
     leaf_at,
     leaves,
+    lies_in,
     params_of,
     spread_of,
     with_tensors,
@@ -314,7 +315,9 @@ class Trial:
             twin.grad = gradient(twin)
             bare_step(copy)()
         state = copy.state.get(twin)
-        return dict(state) if isinstance(state, dict) else {}
+        if not isinstance(state, dict):
+            return {}
+        return dict(with_tensors(state, lambda tensor: None if lies_in(tensor, twin) else tensor))
 
 
 def _gradient_for(param: Param, scale: float) -> torch.Tensor:
