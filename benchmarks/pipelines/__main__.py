@@ -10,9 +10,10 @@ budget of a rank is what parameters and gradients take there, and a share of wha
     plain       all that is saved stays
     auto 50     policy="auto" with half of what is saved
     layers 8    LayerOrderPolicy(offload=8) for each forward; its peak is compared with the budgets
+    bound 50    the least that there can be with that budget (`lower_bound.py`), for which scipy is needed
 
 Exits with 1 where policy="auto" passes a budget in one of the last steps, or is longer than a LayerOrderPolicy
-whose peaks are within it on all ranks.
+whose peaks are within it on all ranks, or than 1.10 of the bound.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,11 +34,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tiered_mem.policies.planning.profile import Link
+
+from .lower_bound import least_of_pipeline
+from .rank_step import RankStep
+
 SCHEDULES = ("GPipe", "1F1B", "interleaved", "zero-bubble", "ZBV")
 RESULTS = Path(__file__).parents[1] / "results" / "pipelines.json"
 HBM = "400GiB"  # so that plain has room
 HOST = "2000GiB"
 SETTLED = 2  # steps at the end that count
+NEAR = 1.10  # of the bound
 
 Ranks = list[dict[str, Any]]
 
@@ -45,8 +53,10 @@ def main() -> int:
     options = parse()
     console = Console(width=None if sys.stdout.isatty() else 80)
     found: dict[str, dict[str, Ranks]] = {}
+    if options.bounds_only:
+        found = json.loads(options.json.read_text())
     for schedule in track(options.schedules, "schedules", console=console):
-        found[schedule] = measured(schedule, options)
+        found[schedule] = found.get(schedule, {}) | measured(schedule, options)
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     rows = [row for schedule in found for row in judged(schedule, found[schedule])]
     console.print(table(rows))
@@ -58,12 +68,25 @@ def main() -> int:
 
 
 def measured(schedule: str, options: argparse.Namespace) -> dict[str, Ranks]:
-    """What each rank says of each way, by the way. Raises CalledProcessError where the job fails."""
+    """What each rank says of each way, by the way, and the bounds. Raises CalledProcessError where a job fails."""
+    ways = ["plain", "recorded"]
+    if not options.bounds_only:
+        ways += [*(f"layers {n}" for n in options.layers), *(f"auto {share}" for share in options.shares)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = said(schedule, ways, folder, options)
+        # As if no direction slowed the other, of which it is not known how much it does.
+        links = [Link(each["out"], each["back"]) for each in by_rank(found.pop("recorded"))]
+        steps = [RankStep.read(Path(folder, f"{rank}.json")) for rank in range(options.ranks)]
+    for share in options.shares:
+        found[f"bound {share}"] = bound(steps, by_rank(found["plain"]), share / 100, links)
+    return found
+
+
+def said(schedule: str, ways: Sequence[str], folder: str, options: argparse.Namespace) -> dict[str, Ranks]:
     ranks = str(options.ranks)
-    ways = ["plain", *(f"layers {n}" for n in options.layers), *(f"auto {share}" for share in options.shares)]
     emulator = ["-m", "ascend_emulator", "--devices", ranks, "--hbm", HBM, "--clock", options.chip, "--dry"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    child = ["-m", "benchmarks.pipelines.child", schedule, str(options.tokens), str(options.steps), *ways]
+    child = ["-m", "benchmarks.pipelines.child", schedule, str(options.tokens), str(options.steps), folder, *ways]
     # What the modelled server has, and not this machine; and what keeps the ranks from each other's cores.
     environment = os.environ | {"TIERED_MEM_HOST_LIMIT": HOST, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *emulator, *launcher, *child]
@@ -71,11 +94,23 @@ def measured(schedule: str, options: argparse.Namespace) -> dict[str, Ranks]:
     found: defaultdict[str, Ranks] = defaultdict(list)
     for line in done.stdout.splitlines():
         if line.startswith("{"):
-            said = json.loads(line)
-            found[said["way"]].append(said)
-    if done.returncode and not any("error" in each for said in found.values() for each in said):
+            one = json.loads(line)
+            found[one["way"]].append(one)
+    if done.returncode and not any("error" in each for ranks in found.values() for each in ranks):
         raise subprocess.CalledProcessError(done.returncode, child, done.stdout, done.stderr[-3000:])
     return found
+
+
+def by_rank(ranks: Ranks) -> Ranks:
+    return sorted(ranks, key=lambda each: int(each["rank"]))
+
+
+def bound(steps: Sequence[RankStep], plain: Ranks, share: float, links: Sequence[Link]) -> Ranks:
+    budgets = [int(each["standing"] + share * (max(each["peaks"]) - each["standing"])) for each in plain]
+    try:
+        return [{"seconds": [least_of_pipeline(steps, budgets, links)]}]
+    except ValueError as error:
+        return [{"error": str(error)}]
 
 
 def judged(schedule: str, found: dict[str, Ranks]) -> Iterator[dict[str, Any]]:
@@ -86,6 +121,7 @@ def judged(schedule: str, found: dict[str, Ranks]) -> Iterator[dict[str, Any]]:
         if not way.startswith("auto"):
             continue
         row = {"schedule": schedule, "way": way, "plain": plain, "miss": "", "best": None, "auto": None}
+        row["bound"] = least(found.get(f"bound {way.split()[1]}", []))
         if any("error" in each for each in ranks):
             yield row | {"miss": next(each["error"] for each in ranks if "error" in each).split(". ")[0]}
             continue
@@ -97,12 +133,19 @@ def judged(schedule: str, found: dict[str, Ranks]) -> Iterator[dict[str, Any]]:
             row["miss"] = f"a peak is {row['peak']:.4f} of the budget"
         elif row["best"] is not None and row["auto"] > 1.002 * row["best"]:
             row["miss"] = f"it takes {row['auto'] / row['best']:.3f} of a LayerOrderPolicy"
+        elif row["bound"] is not None and row["auto"] > NEAR * row["bound"]:
+            row["miss"] = f"it takes {row['auto'] / row['bound']:.3f} of the bound"
         yield row
 
 
 def step(ranks: Ranks) -> float:
     """The seconds of the last step, which is over when it is on the last rank."""
     return max(float(each["seconds"][-1]) for each in ranks)
+
+
+def least(bound: Ranks) -> float | None:
+    """The seconds of a bound; None where it is not known, or nothing keeps the budget."""
+    return next((float(each["seconds"][-1]) for each in bound if "seconds" in each), None)
 
 
 def peak(rank: dict[str, Any]) -> int:
@@ -112,16 +155,19 @@ def peak(rank: dict[str, Any]) -> int:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     result = Table(
         title="forward and backward of eight microbatches, modelled seconds",
-        caption="over: auto over plain; fixed: the best LayerOrderPolicy within the budgets",
+        caption="over: auto over plain, and over the bound; fixed: the best LayerOrderPolicy within the budgets",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for column in ("schedule", "way", "plain", "auto", "over", "fixed", "peak of\nbudget"):
+    columns = "schedule", "way", "plain", "auto", "over", "bound", "of the\nbound", "fixed", "peak of\nbudget"
+    for column in columns:
         result.add_column(column, justify="right" if column not in ("schedule", "way") else "left", no_wrap=True)
     for row in rows:
         cells = [row["schedule"], row["way"], f"{row['plain']:.3f}"]
         if row["auto"] is not None:
             cells += [f"{row['auto']:.3f}", f"{row['auto'] / row['plain']:.3f}"]
+            bound = row["bound"]
+            cells += ["", ""] if bound is None else [f"{bound:.3f}", f"{row['auto'] / bound:.3f}"]
             cells += ["" if row["best"] is None else f"{row['best']:.3f}", f"{row['peak']:.3f}"]
         result.add_row(*cells)
     return result
@@ -136,6 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2048, help="of a microbatch, which is one sequence")
     parser.add_argument("--steps", type=int, default=24, help='of policy="auto"')
     parser.add_argument("--chip", default="910b3", help="a name or file, as --clock of ascend_emulator takes it")
+    parser.add_argument("--bounds-only", action="store_true", help="all other figures are in the file already")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file for all figures")
     return parser.parse_args()
 

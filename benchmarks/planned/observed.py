@@ -28,7 +28,8 @@ _UNTOLD = (Memory, StepMeasured, Refused, StepBegin, StepEnd)
 class ObservingPolicy(Policy):
     """Moves nothing, and keeps what it hears of each step that was measured.
 
-    recording: of the last of them; None before there is one. profiles: of all.
+    recording: of the last of them; None before there is one. profiles: of all. measured: of each by its number what
+    was recorded, and the seconds of its positions.
     """
 
     gather_bytes = 1
@@ -36,22 +37,29 @@ class ObservingPolicy(Policy):
 
     def __init__(self) -> None:
         self.recording: Recording | None = None
+        self.measured: dict[int, tuple[Recording, Sequence[float]]] = {}
         self.profiles: list[Profile] = []
         self._own: dict[int, int] = {}
-        self._device = 0
+        self._device = self._number = 0
         self._step: StepUnderWay | None = None
         self._ended: dict[int, Recording] = {}
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of the step that goes on, or was the last, and its positions so far."""
+        return self._number, 0 if self._step is None else len(self._step.recording.names)
 
     def decide(self, event: Event) -> Sequence[Action]:
         match event:
             case StepBegin(number):
                 self._own.clear()
-                self._step = StepUnderWay(number)
+                self._step, self._number = StepUnderWay(number), number
             case StepEnd(number) if self._step is not None:
                 self._ended[number] = self._step.recording
                 self._step = None
             case StepMeasured(number, seconds):
                 self.recording = self._ended.pop(number)
+                self.measured[number] = self.recording, seconds
                 self.profiles.append(self.recording.profile(seconds)[0])
             case Memory(device):
                 self._device = device

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise, permutations, product, repeat
 from math import inf
@@ -30,6 +31,10 @@ _EFFORT = 12_000
 _ATTEMPTS = 3
 # So many times the time of copying them count bytes for which there is no room, whatever leaves.
 _IMPOSSIBLE = 1000
+# An estimate has a link that is never idle while there is something to copy. Where a plan takes longer than its
+# estimate by this share, the search goes on with estimates for slower links, until one is as long as its plan.
+_TRUE = 0.01
+_SLOWER = (0.8, 0.65, 0.5, 0.4, 0.3)
 # Of a step's time: what differs by less is the same. Then the one counts that computes less again.
 _SAME = 1e-4
 # What is better by this share is followed before the others near it have plans.
@@ -57,7 +62,8 @@ def choose(ways: Ways, budget: int, link: Link, states: StatesShare, layers: Seq
     have, which else cross the link while nothing hides it.
 
     It searches by estimates that take an instant, over groups of layers, and then by plans, near to what is best by
-    a coarse and by a fine estimate: where memory is short, either may miss what the other finds.
+    a coarse and by a fine estimate: where memory is short, either may miss what the other finds. Where plans take
+    longer than their estimates, as where several microbatches are under way, it searches behind slower links too.
     layers: the numbers of those that may be treated. now: how they are treated before that.
     Raises BudgetTooSmall where no choice keeps the budget.
     """
@@ -112,6 +118,8 @@ class _Search:
         else:
             found = min(begun[0], before, key=guesses[0])
             found = before if self._planned(found) == inf else found
+        if self._planned(found) > guesses[-1](found) * (1 + _TRUE):
+            found = min([found, *self._behind_slower_links(seeds, sizes)], key=self._planned)
         if self._failed is not None and self._planned(found) == inf:
             try:
                 raise self._failed
@@ -134,6 +142,15 @@ class _Search:
                 ways = tuple([way if way in allowed else None for way, allowed in may])
                 for kept in {0, self._room // 2, self._room}:
                     yield _Point(ways, kept)
+
+    def _behind_slower_links(self, seeds: Sequence[_Point], sizes: Sequence[int]) -> Iterator[_Point]:
+        """The best points by estimates for a slower and slower link. The last is one whose plan is as long."""
+        for share in _SLOWER:
+            guess = partial(self._guess, self._outlines[-1].slower(share))
+            point = self._descend(min(seeds, key=guess), guess, sizes)
+            yield point
+            if self._planned(point) <= guess(point) * (1 + _TRUE):
+                return
 
     def _descend(self, point: _Point, guess: _Cost, sizes: Sequence[int]) -> _Point:
         """Goes from a point to better ones near it, in steps of these sizes."""
@@ -237,6 +254,12 @@ class Outline:
         self._begin = ways.steps[None].standing[0]
         kinds = [of and of[0] for of in (ways.layers[row[0]] for row in parts) for _ in range(fine)]
         self._backward = kinds.index("backward") if "backward" in kinds else len(kinds)
+
+    def slower(self, share: float) -> Outline:
+        """The same behind a link with this share of the rates."""
+        other = copy(self)
+        other._link = replace(self._link, out=self._link.out * share, back=self._link.back * share)
+        return other
 
     def seconds(self, ways: Sequence[Way], budget: int, kept: int) -> float:
         """The least time of the step within a budget, with each group treated so; more where it cannot keep it.

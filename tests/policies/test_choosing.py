@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.policies.simulated.random_steps import LINK, MIB
-from tests.policies.simulated.steps import Op, budget_between, one_forward_one_backward
-from tests.policies.simulated.treated import WAYS, Model, decoder, small_model
+from tests.policies.simulated.steps import Op, budget_between, build, one_forward_one_backward
+from tests.policies.simulated.treated import WAYS, Model, decoder, recorded, small_model
 from tiered_mem.policies.base import How
 from tiered_mem.policies.planning import BudgetTooSmall, Link, choosing, plan
 from tiered_mem.policies.planning.choosing import Chosen, choose
@@ -69,6 +69,25 @@ def test_most_are_solved_to_the_end() -> None:
         found = chosen(model, budget_between(model.recorded().profile, case["share"]), LINK)
         over.append(found.seconds / case["optimum"])
     assert sorted(over)[int(0.8 * len(over))] < 1.005
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3])
+def test_many_microbatches_are_not_taken_to_move_as_an_estimate_has_it(share: float) -> None:
+    """There are so many blocks that few plans are made. By the estimates more could move than plans find ways for:
+    the link has nothing to do for a while after each forward."""
+    dear = Op((2.1e-3, 5.3e-3), [16 * MIB] * 6, (16 * MIB, 16 * MIB))
+    cheap = Op((1.1e-3, 1.1e-3), [16 * MIB] * 15, (16 * MIB, 16 * MIB), dear=False)
+    model = Model([[dear, cheap, dear]] * 8, 8 * MIB)
+    order = one_forward_one_backward(8, 2)
+    steps = {
+        way: recorded(build(model.layers, [8 * MIB] * 8, order, head=(20e-3, 0), treated=model.all(way)))
+        for way in WAYS
+    }
+    ways, link = Ways(steps), Link(27e9, 27e9, 1.0, 5e-6)
+    budget = budget_between(steps[None].profile, share)
+    found = choose(ways, budget, link, StatesShare(), range(8), now={})
+    firsts = [dict.fromkeys(range(count), "cheap") for count in range(0, 9, 4)]
+    assert found.seconds < 1.01 * min(plan(ways.stitched(each).profile, budget, link).seconds for each in firsts)
 
 
 def test_nothing_is_computed_again_where_nothing_waits() -> None:
