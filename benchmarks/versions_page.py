@@ -24,8 +24,9 @@ which runs the tests that are not slow, in the eager schedule. The page is made 
 files in `benchmarks/results/versions/`.
 
 A cell has the tests that passed, failed and were skipped; "a few" are those of `make matrix-quick`. The
-emulator takes torch_npu 2.10 to 2.14. Its race detector is on where torch_npu's allocator tells what it takes
-back: in 2.13 and 2.14, and in the last releases of those before, such as 2.12.0.post3.
+emulator takes torch_npu 2.9 to 2.14. Its race detector is on where torch_npu's allocator tells what it takes
+back: in 2.13 and 2.14, and in the last releases of those before, such as 2.12.0.post3. Of 2.9 that is 2.9.0.post9,
+for which say `TORCH=2.9.0`: `TORCH=2.9` takes 2.9.1, which is older.
 
 On x86, PyPI has torch as a CUDA build only. Beside that, newer torch_npus such as 2.10.0.post7 end the process
 as they are loaded: install the CPU build that torch_npu's wheel asks for. On the emulator, with which the tests

@@ -16,6 +16,7 @@ from emulator.tests.launch import EMULATOR, run, write_script
 MIB = 1 << 20
 INVALID, NO_DEVICE, NO_STREAM = 107000, 107001, 107003
 UNSUPPORTED, NO_MEMORY, NOT_FREED = 207000, 207001, 207002
+ONLY_PINNED = 0x10000000
 
 
 def block(nbytes: int) -> torch.Tensor:
@@ -139,6 +140,28 @@ def test_registered_memory_is_pinned(acl: Acl) -> None:
 
     acl.check("aclrtHostUnregister", start + 4096)
     assert acl.kind_of(start + 4096) == PAGEABLE
+
+
+def test_what_is_only_pinned_may_begin_anywhere(acl: Acl) -> None:
+    room = (ctypes.c_uint8 * 4096)()
+    start = ctypes.addressof(room) // 64 * 64 + 64 + 8
+    acl.check("aclrtHostRegisterV2", start, 80, ONLY_PINNED)
+    assert [acl.kind_of(start + offset) for offset in (-1, 0, 79, 80)] == [PAGEABLE, PINNED, PINNED, PAGEABLE]
+    acl.check("aclrtHostUnregister", start)
+    assert acl.kind_of(start) == PAGEABLE
+
+
+def test_the_device_may_be_shown_a_part_of_the_runtimes_own_pinned_memory(acl: Acl) -> None:
+    host = acl.malloc_host(3 * 4096)
+    start = -(-host // 4096) * 4096
+    on_device = ctypes.c_size_t()
+    acl.check("aclrtHostRegister", start, 4096, 0, ctypes.byref(on_device))
+    assert on_device.value == start
+    assert acl.call("aclrtHostRegister", start, 4 * 4096, 0, ctypes.byref(on_device)) == INVALID  # more than is its own
+    acl.check("aclrtHostUnregister", start)
+    assert acl.call("aclrtHostUnregister", start) == INVALID
+    assert acl.kind_of(start) == PINNED
+    acl.check("aclrtFreeHost", host)
 
 
 def test_torch_recognises_pinned_memory_of_others(acl: Acl) -> None:
