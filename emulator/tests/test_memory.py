@@ -157,7 +157,9 @@ def test_the_device_may_be_shown_a_part_of_the_runtimes_own_pinned_memory(acl: A
     on_device = ctypes.c_size_t()
     acl.check("aclrtHostRegister", start, 4096, 0, ctypes.byref(on_device))
     assert on_device.value == start
-    assert acl.call("aclrtHostRegister", start, 4 * 4096, 0, ctypes.byref(on_device)) == INVALID  # more than is its own
+    assert (
+        acl.call("aclrtHostRegister", start, 4 * 4096, 0, ctypes.byref(on_device)) == INVALID
+    )  # more than is its own
     acl.check("aclrtHostUnregister", start)
     assert acl.call("aclrtHostUnregister", start) == INVALID
     assert acl.kind_of(start) == PINNED
