@@ -25,13 +25,13 @@ test: setup ## one pass over all that a change can break, with the race detector
 	@echo 'CI adds make lint, make mutants and make test-schedules (the other schedules, the task queue, the slow tests).'
 
 # Without the race detector torch_npu's task queue is on, as it is by default on hardware. The second line runs the slow
-# tests that the first leaves to it. The last two are make test's in the other schedules. pyproject.toml says what each
+# tests that the first leaves to it. The last ones are make test's in the other schedules. pyproject.toml says what each
 # mark means; it is set at the top of a test file, or in its folder's conftest.py.
+SCHEDULES ?= late random
 test-schedules: setup ## what make test leaves out: other schedules, the task queue, slow tests: fifteen minutes
 	$(PYTEST) --dist=worksteal -m '(slow or not once) and not detector_only and not ranks'
 	$(RACES)=eager $(PYTEST) -m 'slow and detector_only'
-	$(RACES)=late $(PYTEST) -m 'not slow and not once'
-	$(RACES)=random $(PYTEST) -m 'not slow and not once'
+	@for schedule in $(SCHEDULES); do $(RACES)=$$schedule $(PYTEST) -m 'not slow and not once' || exit; done
 
 test-ranks: setup ## trainings on two, four and eight emulated NPUs, with the bits of plain ones: six minutes
 	$(PYTEST) --numprocesses=2 --dist=load -m ranks tests/distributed

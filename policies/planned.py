@@ -87,7 +87,8 @@ class PlannedPolicy(Policy):
     Where a step does not go as planned, what is leaving is released early, and then the blocks leave that are used
     last: that costs time and keeps the budget.
 
-    Once a step is measured, `decide` raises BudgetTooSmall where no plan can keep the budget.
+    Once a step is measured, `decide` raises BudgetTooSmall where no plan can keep the budget. While it is not
+    `alone` it goes on with the least that the step can be run in.
 
     Args:
         budget: Bytes of the device for everything, an int or a string such as "60GiB".
@@ -107,6 +108,7 @@ class PlannedPolicy(Policy):
 
     Attributes:
         states: What is said of optimizer states that may have a part of the budget.
+        alone: Nobody else is to hear of a budget that is too small before this policy raises the error.
 
     Raises:
         ValueError: A size is below 1 byte, or slowdown is below 0.
@@ -140,6 +142,8 @@ class PlannedPolicy(Policy):
         if host_bytes is not None and not callable(host_bytes):
             host_bytes = parse_bytes(host_bytes, "host_bytes")
         self.states = StatesShare(passing=self._given // _PASSING)
+        self.alone = True
+        self._shortfall: BudgetTooSmall | None = None
         self._least_margin = margin
         self._repertoire = Repertoire(self._budget, link, host_bytes, slowdown, self.states, margin)
         self._ended: dict[int, StepUnderWay] = {}
@@ -155,6 +159,7 @@ class PlannedPolicy(Policy):
         self._most_blocks = 0  # the budget
         self._most_through = 0  # the uses by then, if backward was through
         self._kept = 0  # of optimizer states, when the step began
+        self._settled = True  # whether they were by then
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
         self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
         self._reserve = 0  # what plans leave free for the next
@@ -181,6 +186,22 @@ class PlannedPolicy(Policy):
         """What the last plan promises, and what came of it; or why there is none."""
         over = self._overruns
         return replace(self.account.report(), steps_over=over.steps, most_over=over.most)
+
+    def shortfall(self, most: int = 0) -> BudgetTooSmall | None:
+        """Why no plan can keep the budget in steps like the first one, as far as that has come. None: one can.
+
+        Args:
+            most: The bytes of the device that were taken since the last event, at the fullest.
+        """
+        step = self._player.step
+        if not (self._repertoire or step is None):
+            self._see(step, most)
+        return self._shortfall
+
+    def _see(self, step: StepUnderWay, most: int = 0) -> None:
+        if step.exact and step.recording.regular:
+            others = most - self._player.own - self.states.kept
+            self._shortfall = self._repertoire.shortfall(step.recording, others, self._given)
 
     def decide(self, event: Event) -> Sequence[Advice]:
         player = self._player
@@ -257,7 +278,7 @@ class PlannedPolicy(Policy):
     def _begin(self, number: int) -> None:
         self._end({})  # where nobody said so
         self._most = self._most_blocks = 0
-        self._kept = self.states.kept
+        self._kept, self._settled = self.states.kept, self.states.settled
         if self._treatments is not None:
             self._treatments.begin()
         self._player.begin(number, may_rest=self._asks is _PLAYED)
@@ -266,7 +287,7 @@ class PlannedPolicy(Policy):
         step = self._player.end()
         if step is None:
             return
-        step.peak = self._most
+        step.peak, step.update = self._most, self.states.step_peak
         if step.peak > self._given:
             cause = self._cause(step)
             registered = self.states.registered
@@ -279,12 +300,18 @@ class PlannedPolicy(Policy):
             step.passing = True
             self._repertoire.states_moved()
             self.account.states_moved()
+            if self._treatments is not None:
+                self._treatments.states_moved()
             self._untimed = _PATIENCE
+        if self.states.settled and not self._settled:
+            self._forget(step)
         self._untimed = 0 if StepMeasured in self._asks else self._untimed + 1
         self._strays = self._strays + 1 if step.deviates or self._repertoire.apart(step.variant.more) else 0
         self._ended = {number: ended for number, ended in self._ended.items() if number > step.number - _PATIENCE}
         self._ended[step.number] = step
         self.account.ended(step)
+        if not (self.alone or self._repertoire):
+            self._see(step)
         if step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
         if step.varies:
@@ -308,6 +335,15 @@ class PlannedPolicy(Policy):
                 self._asks = _RECORDED
             elif self._treatments.lacks_times and self._asks is _PLAYED:
                 self._asks = _TIMED
+
+    def _forget(self, step: StepUnderWay) -> None:
+        """Steps have optimizer states on the device from now on where this one, and all before it, had none."""
+        step.passing = True
+        self._repertoire.forget()
+        self._ended.clear()
+        self.account.states_moved()
+        if self._treatments is not None:
+            self._treatments.forget()
 
     def _decided(self) -> None:
         """It is clear now what the step is."""
@@ -368,13 +404,16 @@ class PlannedPolicy(Policy):
         other = step.longer or repertoire.apart(step.variant.more)
         if known is None or known.stitched or step.deviates or (other and step.exact):
             if step.exact and recording.regular and not repertoire.same(recording):
+                strict = self.alone or self._shortfall is None
                 try:
-                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice)
+                    learnt = repertoire.add(
+                        recording, seconds, known, step.variant, step.choice, step.update, strict=strict
+                    )
                 except BudgetTooSmall as error:
                     if self._fragments is None or error.floor > self._given:
                         raise
                     self._leave_out(self._given - error.floor)  # it did run
-                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice)
+                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice, step.update)
                 if self._treatments is not None:
                     self._treatments.learnt(learnt)
                 lacks_times = missing or (self._treatments is not None and self._treatments.lacks_times)

@@ -2,12 +2,15 @@
 
 With "cuda" or "cpu" there, they need neither the emulator nor torch_npu, and not all packages that `make setup`
 installs: what a missing one is needed for is skipped.
+
+With SLOW_HALF=0 or 1 half of the files leave out their slow tests, and with the other number the other half.
 """
 
 import gc
 import os
 import sys
 import traceback
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -111,6 +114,17 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): as above")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if half := os.environ.get("SLOW_HALF"):
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("slow") and zlib.crc32(item.path.name.encode()) % 2 != int(half)
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.hookimpl(wrapper=True)

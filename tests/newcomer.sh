@@ -48,6 +48,8 @@ everything() { # in a fresh clone: README in its order, each example in what mak
       */train_gpt.py | */train_ranks.py) continue ;; # make demo and make demo-ranks are that
       */plan_7b.py) step "$example" "$run" "$example" --stride 16 ;;
       */trainer_llama.py) step "$example" "$run" -m ascend_emulator "$example" --steps 2 --length 256 ;;
+      */rl_ranks.py) step "$example" "$run" -m ascend_emulator --devices 2 \
+        -m torch.distributed.run --standalone --nproc-per-node 2 "$example" --rounds 2 --steps 1 ;;
       */rl_phases.py) step "$example" "$run" -m ascend_emulator "$example" --steps 1 ;;
       */pipeline_schedule.py) step "$example" "$run" -m ascend_emulator "$example" --trace "$WORK/example.json" ;;
       *) step "$example" "$run" -m ascend_emulator "$example" --steps 2 ;;

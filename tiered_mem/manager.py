@@ -21,6 +21,7 @@ from .activations.contexts import Contexts, LayerContext, OffloadContext
 from .activations.driver import Activations, StepWatch
 from .activations.spiller import Spiller
 from .activations.store import BlockStore
+from .agreement import agreed
 from .allocators.base import HostPool
 from .choose_policy import PolicyChoice
 from .device.device import Device, DevicePeak
@@ -186,6 +187,7 @@ class TieringManager:
             self._optimizers = RegisteredOptimizers(
                 self.device, self._engine, self._host, self._disk, self._turn, peak, share
             )
+            self._agreement = agreement = agreed(self._policy, node, self.device, self._turn, peak)
             self._activations = Activations(
                 self._turn,
                 self._policy,
@@ -197,6 +199,7 @@ class TieringManager:
                 trace=self._trace,
                 before=(self._phases.free,) if share is None else (self._phases.free, self._optimizers.count),
                 after=self._optimizers.poll,
+                begins=None if agreement is None else agreement.forward_begins,
             )
             self._contexts = Contexts(
                 self._activations,
@@ -537,6 +540,8 @@ class TieringManager:
         with self._turn:
             self._activations.close()
         self._contexts.close()
+        if self._agreement is not None:
+            self._agreement.close()
         try:
             self._optimizers.close()
             with self._turn:

@@ -254,9 +254,10 @@ class Outline:
             lacking = max(lacking, standing + least - budget)
             level += change
             standing += stands
+        forward = sum([moment.seconds for moment in moments[: self._backward]])
         backward = sum([moment.seconds for moment in moments[self._backward :]])
         away = max([stretch[1] for stretch in stretches], default=0)
-        link, late, after = self._states.left(self._link, backward, away, kept)
+        link, late, after = self._states.left(self._link, forward, backward, away, kept)
         return least_time(stretches, later, link) + late + after + _IMPOSSIBLE * lacking / link.out
 
 

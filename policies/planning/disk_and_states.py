@@ -23,8 +23,8 @@ _ATTEMPTS = 3
 class Beside(NamedTuple):
     """What optimizer states leave of the link, and what they cost.
 
-    link: what activations have of it. late: the seconds by which backward is longer, beside the waits for
-    activations. after: the seconds in which states cross it after backward, where nothing hides that.
+    link: what activations have of it. late: the seconds by which forward and backward are longer, beside the waits
+    for activations. after: the seconds in which states cross it in the optimizer's step, where nothing hides that.
     """
 
     link: Link
@@ -36,67 +36,101 @@ class Beside(NamedTuple):
         return self.late + self.after
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """Optimizer states that cross the link, in each direction, beside one part of a step.
+
+    sharing: the bytes of those that do so where they do not stay on the device. others: of those that do so always.
+    first: of both, the bytes that the part waits for before any of them are hidden.
+    """
+
+    sharing: int = 0
+    others: int = 0
+    first: int = 0
+
+
 @dataclass
 class StatesShare:
     """What there is to say between whoever has optimizer states and whoever plans for activations.
 
     total: the bytes of states that may stay on the device between steps. kept: of those that are there by now.
     target: how many shall be; None as long as nothing is planned.
-    overlapped: of the total, the bytes that cross the link in backward where they do not stay. others: those of
-    states that do so always. first: of both, the bytes that backward waits for before any of them are hidden.
+    forward, backward: what crosses the link beside these. All else that does not stay crosses it in the optimizer's
+    step.
     passing: how many bytes of the device they had better pass through while the optimizer steps. None: any.
     step_peak: the most bytes of the device while the optimizer steps, with all else and without those kept.
     rounding: by which torch's pool may give more for what is kept than is asked for.
     registered: whether there is an optimizer, wherever its states are. at_once: whether one is stepped at once.
+    settled: whether they are stepped as they will be, and not all in their own step, as the first one is.
     """
 
     total: int = 0
     kept: int = 0
     target: int | None = None
-    overlapped: int = 0
-    others: int = 0
-    first: int = 0
+    forward: Crossing = Crossing()
+    backward: Crossing = Crossing()
     passing: int | None = None
     step_peak: int = 0
     rounding: int = 0
     registered: bool = False
     at_once: bool = False
+    settled: bool = True
 
     @property
     def planned(self) -> int:
         return self.target or 0
 
-    def in_backward(self, kept: int) -> int:
-        """The bytes that cross the link in backward, in each direction, where so many stay on the device.
+    def crossing(self, kept: int) -> tuple[int, int]:
+        """The bytes that cross the link in forward, and in backward, where so many stay on the device.
 
-        The first to stay are those that would cross it after backward, where nothing hides that.
+        Those stay first that would cross it in the optimizer's step, where nothing hides that; then those of
+        forward, as it is shorter than backward.
         """
-        return self.others + min(self.overlapped, self.total - kept)
+        left = self.total - kept
+        backward = min(self.backward.sharing, left)
+        forward = min(self.forward.sharing, left - backward)
+        return self.forward.others + forward, self.backward.others + backward
 
     def beside(self, link: Link, step: Profile, budget: int, kept: int) -> Beside:
         """What they leave of a link in a step within a budget for all, if so many bytes stay on the device."""
-        return self.left(link, step.in_backward, max(step.full, default=0) + kept - budget, kept)
+        away = max(step.full, default=0) + kept - budget
+        return self.left(link, step.in_forward, step.in_backward, away, kept)
 
-    def left(self, link: Link, backward: float, away: int, kept: int) -> Beside:
+    def left(self, link: Link, forward: float, backward: float, away: int, kept: int) -> Beside:
         """The same for a step of which some is known.
 
-        backward: its seconds without stalls. away: the bytes of activations that have to come back in it at least.
+        forward, backward: their seconds without stalls. away: the bytes of activations that have to leave in the
+        one and come back in the other at least.
 
-        Both share the link for as long as backward lasts. Where that is too short, it takes as long as they need.
+        Both share the link for as long as that part of the step lasts. Where it is too short, it takes as long as
+        they need.
         """
-        crossing = self.in_backward(kept)
-        after = link.exchange(self.total - kept + self.others - crossing)
-        if not crossing:
-            return Beside(link, 0.0, after)
-        states, blocks = link.exchange(crossing), max(0, away) / link.back
-        lasts = max(backward, states + blocks)
-        share = max(_LEAST_SHARE, 1 - states / lasts)
-        late = max(0.0, lasts - max(backward, blocks / share)) + link.exchange(min(self.first, crossing))
-        return Beside(replace(link, back=link.back * share), late, after)
+        in_forward, in_backward = self.crossing(kept)
+        moving = self.total - kept + self.forward.others + self.backward.others
+        after = link.exchange(moving - in_forward - in_backward)
+        out, late = _shared(link, forward, in_forward, self.forward.first, max(0, away) / link.out)
+        back, later = _shared(link, backward, in_backward, self.backward.first, max(0, away) / link.back)
+        if in_forward or in_backward:
+            link = replace(link, out=link.out * out, back=link.back * back)
+        return Beside(link, late + later, after)
 
     def fit(self, budget: int) -> bool:
         """Whether what shall be kept leaves the optimizer's step its room."""
         return not self.target or self.target + self.step_peak <= budget
+
+
+def _shared(link: Link, lasts: float, crossing: int, first: int, blocks: float) -> tuple[float, float]:
+    """What of the link activations have in a part of a step beside states, and the seconds by which it is longer.
+
+    lasts: its seconds without stalls. crossing: the bytes of states. first: of these what it waits for at its
+    begin. blocks: the seconds that activations need of the link, if they have it alone.
+    """
+    if not crossing:
+        return 1.0, 0.0
+    states = link.exchange(crossing)
+    longer = max(lasts, states + blocks)
+    share = max(_LEAST_SHARE, 1 - states / longer)
+    return share, max(0.0, longer - max(lasts, blocks / share)) + link.exchange(min(first, crossing))
 
 
 def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShare) -> tuple[int, float]:

@@ -76,9 +76,14 @@ class Profile:
         return self.clock[-1]
 
     @property
+    def in_forward(self) -> float:
+        """The seconds to where the first backward of a layer begins, without stalls."""
+        return self.clock[min(self.backward, default=-1)]
+
+    @property
     def in_backward(self) -> float:
         """The seconds from where the first backward of a layer begins to the end, without stalls."""
-        return self.clock[-1] - self.clock[min(self.backward, default=-1)]
+        return self.clock[-1] - self.in_forward
 
     @cached_property
     def full(self) -> list[int]:
@@ -100,11 +105,17 @@ class Profile:
         """The bytes that come from each position to the next beside what is allocated there, at most."""
         return list(map(int.__sub__, self.unmovable, self.standing or self.unmovable))
 
-    def ending_below(self, nbytes: int) -> Profile:
-        """The step if it takes at most so many bytes from the last use of a block on, beside what stands then."""
+    def ending_below(self, nbytes: int, before: int) -> Profile:
+        """The step if its optimizer takes at most so many bytes, with all that stands then, and took others in it.
+
+        That comes after the last use of a block, and so does the end of backward.
+
+        before: what the optimizer took in it. Where it had more, that was not for the optimizer.
+        """
         last = max(self.used, default=0)
         ends = [
-            max(low, min(top, nbytes)) for top, low in zip(self.unmovable[last:], self.standing[last:], strict=True)
+            top if top > before else max(low, min(top, nbytes))
+            for top, low in zip(self.unmovable[last:], self.standing[last:], strict=True)
         ]
         return replace(self, unmovable=[*self.unmovable[:last], *ends])
 
@@ -328,10 +339,12 @@ class Link:
     def exchange(self, nbytes: int) -> float:
         """The seconds in which bytes cross it in both directions, side by side.
 
+        It is what `both` was measured by: the bytes of both directions together, at their mean rate.
+
         Args:
             nbytes: The bytes of each direction.
         """
-        return nbytes / (min(self.out, self.back) * self.both)
+        return max(nbytes / min(self.out, self.back), 2 * nbytes / ((self.out + self.back) * self.both))
 
 
 class BudgetTooSmall(ValueError):

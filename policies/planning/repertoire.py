@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .disk_and_states import Beside, StatesShare, explained, paced, plan_disk, states_to_keep
 from .planner import least_memory, plan
-from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile
+from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile, least_bytes
 from .rates import Rates
 from .recording import Name, Recording, whole
 from .stitching import Choice, RecordedStep
@@ -108,7 +108,7 @@ class Repertoire:
         self._host_bytes = host_bytes
         self._slowdown = slowdown
         self.states = states
-        self._crossing = 0  # of states, in backward if none stay: what plans were made for
+        self._crossing = states.crossing(0)  # what plans were made for
         self._known: list[Known] = []  # the one that was used last comes last
         self._told = inf  # from this ratio on it has been said that a step may run out of memory
         self._unplanned_told = False
@@ -167,13 +167,17 @@ class Repertoire:
         like: Known | None,
         variant: Variant,
         choice: Choice,
+        update: int,
+        *,
+        strict: bool = True,
     ) -> Known | None:
         """Takes a step over, and plans for it.
 
         seconds: of its positions, or of the last of them, if it began `like` a variant of a known one. choice: how
-        its layers were treated.
+        its layers were treated. update: the most bytes of the device while optimizers stepped in it.
 
-        Raises BudgetTooSmall for the first step. A later one that the budget is too small for is left out.
+        Raises BudgetTooSmall for the first step, if that is `strict`: else it has a plan with the least possible. A
+        later one that the budget is too small for is left out.
         """
         before = len(recording.names) - len(seconds)
         begun = (
@@ -181,16 +185,13 @@ class Repertoire:
             if like is None
             else recording.take_over(before, like.names, like.profile.scaled(*variant))
         )
-        profile, blocks = recording.profile([*begun, *seconds])
-        if self.states.step_peak:
-            # The optimizer's step was another one then: with no states yet, or with others on the device.
-            profile = profile.ending_below(self.states.step_peak)
+        profile, blocks = self._profile(recording, [*begun, *seconds], update)
         guessed = before > 0 or not self._known
         known = Known(
             recording.course, recording.uses, recording.names, blocks, profile, guessed=guessed, choice=choice
         )
         try:
-            self.table(known, strict=True)
+            self.table(known, strict=strict or bool(self._known))
         except BudgetTooSmall as error:
             if not self._known:
                 raise
@@ -202,6 +203,32 @@ class Repertoire:
             return None
         self._take(known)
         return known
+
+    def shortfall(self, recording: Recording, others: int, budget: int) -> BudgetTooSmall | None:
+        """Why no plan can keep a budget in a step like this one, if none can.
+
+        others: bytes that were taken beside its blocks after its last event, at the fullest.
+        """
+        profile, _ = self._profile(recording, [0.0] * len(recording.names), self.states.step_peak, others)
+        least = least_bytes(profile)  # it takes no times
+        worst = least.index(max(least))
+        if least[worst] <= budget:
+            return None
+        lives = zip(profile.nbytes, profile.saved, profile.dropped, strict=True)
+        unmovable = profile.full[worst] - sum(n for n, saved, dropped in lives if saved <= worst < dropped)
+        error = BudgetTooSmall(budget, least[worst], worst, unmovable)
+        return explained(error, profile, recording.names, self.states)
+
+    def _profile(
+        self, recording: Recording, seconds: Sequence[float], update: int, others: int = 0
+    ) -> tuple[Profile, list[Name]]:
+        profile, blocks = recording.profile(seconds)
+        *unmovable, last = profile.unmovable
+        profile = replace(profile, unmovable=[*unmovable, max(last, others)])
+        if self.states.step_peak:
+            # The optimizer's step was another one then: with no states yet, or with others on the device.
+            profile = profile.ending_below(self.states.step_peak, update)
+        return profile, blocks
 
     def stitch(self, step: RecordedStep, choice: Choice) -> bool:
         """Takes over a step whose layers are to be treated so from now on. Whether one like it is still to be
@@ -228,7 +255,7 @@ class Repertoire:
     def basis(self) -> tuple[float, ...]:
         """The rates and sizes that decide how layers are treated best."""
         states = self.states
-        return self.link.out, self.link.back, *map(float, (self.budget, states.total, states.in_backward(0)))
+        return self.link.out, self.link.back, *map(float, (self.budget, states.total, *states.crossing(0)))
 
     @staticmethod
     def nearby(ratio: float, more: int) -> Variant:
@@ -242,7 +269,7 @@ class Repertoire:
 
     def table(self, known: Known, variant: Variant = _RECORDED, *, strict: bool = False) -> Table:
         """What to answer in a step. strict: raises BudgetTooSmall, in place of a plan with the least possible."""
-        if (crossing := self.states.in_backward(0)) != self._crossing:
+        if (crossing := self.states.crossing(0)) != self._crossing:
             self._crossing = crossing
             self.replan()
         if self.states.total and (self.states.target is None or not self.states.fit(self.room)):
@@ -309,6 +336,10 @@ class Repertoire:
         for known in self._known:
             known.guessed = True
 
+    def forget(self) -> None:
+        """No step that comes is like those that are known."""
+        self._known.clear()
+
     def drift(self, known: Known, variant: Variant, seconds: Sequence[float]) -> None:
         """Plans a kind of steps anew, by the seconds of one of this variant, if that changes the prediction."""
         tables, profile = known.tables, known.profile
@@ -372,7 +403,8 @@ class Repertoire:
             made = plan(profile, budget, link)
         else:
             made = least_memory(profile, budget, link, self._slowdown)
-        return paced(profile, made, link) if self.states.in_backward(self.states.planned) else made
+        _, in_backward = self.states.crossing(self.states.planned)
+        return paced(profile, made, link) if in_backward else made
 
     def _disk(self, profile: Profile, first: Plan) -> DiskPlan | None:
         if self.link.drive is None:

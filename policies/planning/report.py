@@ -49,8 +49,9 @@ class Report:
     moved: bytes that go to the host in a step, and come back. planned_hidden, measured_hidden: the share of the
         copies' time that compute does not wait for, from 0 to 1; None where nothing moves.
     steps_over: how many steps took more than the budget until now. most_over: what the fullest of them took.
-    states_kept: of the optimizer states that may, the bytes that stay on the device. states_beside: the bytes of
-        others that go to the host in backward, and come back in it.
+    states_kept: of the optimizer states that may, the bytes that stay on the device. states_beside_forward,
+        states_beside_backward: the bytes of others that come back to the device and leave it again in forward, and
+        in backward.
     treatments: how the layers are treated, those that keep all first; empty where nothing else was tried.
     trying: how else layers can be treated is being tried in these steps.
     stalls: the layers that wait for copies, the longest first.
@@ -74,7 +75,8 @@ class Report:
     steps_over: int = 0
     most_over: int = 0
     states_kept: int = 0
-    states_beside: int = 0
+    states_beside_forward: int = 0
+    states_beside_backward: int = 0
     treatments: tuple[Treatment, ...] = ()
     trying: bool = False
     stalls: tuple[LayerStall, ...] = ()
@@ -134,8 +136,9 @@ class Report:
             ("compute", _time(self.compute)),
             ("copies", f"{_size(self.moved)} each way, {hidden}" if self.moved else hidden),
         ]
-        if self.states_beside:
-            rows.append(("states", f"{format_bytes(self.states_beside)} each way beside backward"))
+        beside = (("forward", self.states_beside_forward), ("backward", self.states_beside_backward))
+        if parts := [f"{format_bytes(nbytes)} each way beside {part}" for part, nbytes in beside if nbytes]:
+            rows.append(("states", ", ".join(parts)))
         rows += [("layers" if not i else "", str(each)) for i, each in enumerate(self.treatments)]
         rows += [("waits" if not i else "", str(stall)) for i, stall in enumerate(self.stalls[:_SHOWN])]
         if len(self.stalls) > _SHOWN:
@@ -262,6 +265,7 @@ class Account:
             return min(1.0, max(0.0, 1 - waits / copies)) if copies > 0 else None
 
         compute = profile.compute
+        in_forward, in_backward = self._states.crossing(kept)
         beside = self._states.beside(link, profile, self._repertoire.budget, kept)
         planned = compute + plan.waits + beside.late
         took = None if event is None else compute + event.stalls
@@ -286,7 +290,8 @@ class Account:
             planned_hidden=hidden(plan.waits, 0, 0),
             measured_hidden=None if event is None else hidden(event.stalls - event.states, event.out, event.back),
             states_kept=kept,
-            states_beside=self._states.in_backward(kept),
+            states_beside_forward=in_forward,
+            states_beside_backward=in_backward,
             treatments=treatments,
             trying=trying,
             stalls=Stalls(profile, plan, table.names, table.blocks, beside.link).by_layer(

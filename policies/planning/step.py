@@ -39,7 +39,8 @@ class StepUnderWay:
     next event holds for events between them that it does not have.
     returning: the keys of blocks whose reload is due. sizes: of the blocks so far. in_use: the blocks that backward
     has used since its last layer began.
-    peak: the most bytes of all that was allocated at a time, known when it has ended. allocated, reserved: the most
+    peak: the most bytes of all that was allocated at a time, known when it has ended. update: the same while
+    optimizers stepped, without their states that stay. allocated, reserved: the most
     that was at an event, and with what lay between tensors. passing: no later step is like it, as optimizer states
     have come to stay or left for good, or smaller tensors are blocks from now on. rise: the most that came from one
     event to the next. exact: whether memory is told with all that comes and goes. varies: whether a block has
@@ -63,6 +64,7 @@ class StepUnderWay:
     sizes: list[int] = field(default_factory=list)
     in_use: set[int] = field(default_factory=set)
     peak: int = 0
+    update: int = 0
     allocated: int = 0
     reserved: int = 0
     rise: int = 0

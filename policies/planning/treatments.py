@@ -24,6 +24,8 @@ _BETTER = 0.02
 # A choice is made again where a rate, a size or a time is another by this share, and not before so many steps.
 _CHANGED = 0.05
 _PATIENCE = 16
+# So many rates, sizes and times decide how layers are treated.
+_BASIS = 7
 # So often a choice is made again since steps took other times.
 _CORRECTIONS = 3
 # So many steps are tried in one way, of which none could be planned for.
@@ -56,6 +58,11 @@ class Treatments:
         self._trials: set[int] = set()
         self.choice: Choice = {}
 
+    def forget(self) -> None:
+        """No step that comes is like those that are known."""
+        self._courses.clear()
+        self._course = self._last = None
+
     @property
     def tries(self) -> bool:
         return any(course.trying is not None or course.stitched for course in self._courses.values())
@@ -72,6 +79,11 @@ class Treatments:
     def lacks_times(self) -> bool:
         """Whether the next step had better be timed: by the first one of all nothing can be chosen."""
         return any(course.plain is not None and course.plain.guessed for course in self._courses.values())
+
+    def states_moved(self) -> None:
+        """Optimizer states are elsewhere now."""
+        for course in self._courses.values():
+            course.moved = True
 
     def begin(self) -> None:
         """A step begins."""
@@ -150,9 +162,9 @@ class Treatments:
         elif not known.choice:
             if course.plain is None or course.inputs != self._inputs:
                 course.forget()
-            elif known.standing < course.plain.standing:
+            elif known.standing < course.plain.standing and not (course.moved and course.plain.guessed):
                 return  # what is chosen has to do for the fullest
-            course.plain, course.inputs, course.more = known, self._inputs, 0
+            course.plain, course.inputs, course.more, course.moved = known, self._inputs, 0, False
             course.backwards = _recorded(known, Variant()).backwards()
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
             course.ways[course.trying] = known, course.inputs / max(1, self._inputs)
@@ -266,6 +278,7 @@ class _Course:
 
     once: no layer may be computed again, as backward comes to layers more than once: a checkpoint keeps what each
     time has computed as long as the graph is there.
+    moved: optimizer states have, since the plain step was recorded. Others may be as full.
     plain: one that keeps all. more: the bytes that are taken before it by now, and were not when it was recorded.
     inputs: the bytes that its first layer is called with.
     called: those that each layer was called with, at most. held: of these what is kept only where the layer is
@@ -283,6 +296,7 @@ class _Course:
     """
 
     once: bool = False
+    moved: bool = False
     plain: Known | None = None
     more: int = 0
     inputs: int = 0
@@ -303,7 +317,7 @@ class _Course:
     corrections: int = 0
     choice: Choice = field(default_factory=dict)
     stitched: bool = False
-    basis: tuple[float, ...] = (0.0,) * 6
+    basis: tuple[float, ...] = (0.0,) * _BASIS
     number: int = -_PATIENCE
 
     def all(self, how: How) -> Choice:
@@ -344,7 +358,7 @@ class _Course:
         self.trying, self.tries, self.done = None, 0, False
         self.expected, self.shown, self.corrections = 0.0, None, 0
         self.choice, self.stitched = {}, False
-        self.basis = (0.0,) * 6
+        self.basis = (0.0,) * _BASIS
 
     def measured(self) -> Ways | None:
         """What can be chosen from; None where there is nothing."""

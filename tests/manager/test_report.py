@@ -143,7 +143,7 @@ def test_waits_for_states_in_backward_are_no_compute(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     report = said["report"]
-    assert report["states_beside"] == 2 * 4 * 8 * (4096 + 1) * 4096
+    assert report["states_beside_backward"] == 2 * 4 * 8 * (4096 + 1) * 4096
     assert (report["states_kept"], report["moved"]) == (0, 0)
     waits = sum(stall["measured"] for stall in report["stalls"])
     assert waits > 0.2 * report["compute"], "nothing waits"

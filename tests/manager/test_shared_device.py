@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.peak import Peak
@@ -72,6 +74,55 @@ def test_states_stay_where_there_is_room_and_leave_when_steps_get_longer(
         assert not equal(copied, expected)
 
 
+@pytest.mark.parametrize("overlap", ["forward", "auto"])
+@pytest.mark.parametrize("residency", ["host", "auto"])
+def test_steps_beside_forward_are_planned_for(
+    residency: Any, overlap: Any, device: str, device_module: ModuleType, link: Link
+) -> None:
+    """Gradients that wait and the window of states are on the device in forward then."""
+
+    def steps(optimizer: torch.optim.Optimizer, count: int) -> Iterator[float]:
+        for _ in range(count):
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    model, x = make(device)
+    floor = device_module.memory_allocated()
+    device_module.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = list(steps(optimizer, 16))
+    expected = values(optimizer)
+    budget = int(floor + 0.6 * (device_module.max_memory_allocated() - floor))
+    del model, optimizer
+
+    model, x = make(device)
+    link("1GB/s")
+    with (
+        TieringManager(policy="auto", device_budget=budget, device=device, host_bytes="32MiB") as manager,
+        manager.attach(model, min_bytes=4096),
+    ):
+        optimizer = manager.register_optimizer(
+            torch.optim.AdamW(model.parameters()), bucket_bytes="128KiB", residency=residency, overlap=overlap
+        )
+        most = Peak(device_module)
+        waited = []
+        for loss, plain in zip(steps(optimizer, 16), losses, strict=True):
+            assert loss == plain
+            waited.append(optimizer.states.begun)
+        assert most.read() <= budget + LARGEST  # as it is told of a block when that is there
+        assert residency == "auto" or waited[1:] == [True] * 15
+        assert waited[-1]
+        assert optimizer.overlap == "forward"
+        report = manager.report().as_dict()
+        assert report["states_beside_forward"] == optimizer.states.pipeline.nbytes - report["states_kept"]
+        assert report["states_beside_backward"] == 0
+        assert equal(values(optimizer), expected)
+
+
 def test_what_the_host_cannot_hold_goes_to_disk(device: str, tmp_path: Path) -> None:
     model, x = make(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -111,7 +162,7 @@ def test_the_plan_hears_of_states_that_cross_the_link_in_backward(device: str) -
         with manager.attach(after, min_bytes=4096):
             train(after, x, third, [SHORT] * 3)
         sizes = [each.states.pipeline.nbytes for each in (first, second, third)]
-        assert share.others == sizes[0]
-        assert share.overlapped == sizes[1]
+        assert share.backward.others == sizes[0]
+        assert share.backward.sharing == sizes[1]
         assert share.total == sizes[1] + sizes[2]
-        assert share.first == max(bucket.nbytes for bucket in first.states.pipeline.buckets)
+        assert share.backward.first == max(bucket.nbytes for bucket in first.states.pipeline.buckets)

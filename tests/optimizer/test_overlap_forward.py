@@ -92,6 +92,21 @@ class Training:
         return outcome(self.optimizer, self.params)
 
 
+def test_buckets_come_in_the_order_in_which_forward_uses_them(device: str, make_tiered: MakeTiered) -> None:
+    """Which it learns in the first forward, and goes by in all that follow: another would bring some twice."""
+    training = Training(device, make_tiered)
+    training.net.layers = nn.ModuleList(reversed(training.net.layers))
+    used = [param for layer in training.net.layers for param in layer.parameters()]
+    order = {param: number for number, param in enumerate(used)}
+    for number in range(5):
+        training.step(number)
+        coming = training.optimizer.states.stepping.coming
+        first_used = [min(order[param] for param in bucket.params) for bucket in coming]
+        assert number < 2 or first_used == sorted(first_used)
+        assert number < 1 or len(first_used) > 2
+        training.optimizer.zero_grad()
+
+
 class Doubled(torch.autograd.Function):
     """A function whose first look at its argument is not at the elements."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.policies.planned import gpt
@@ -16,6 +18,7 @@ from tests.policies.simulated.steps import (
 from tiered_mem.policies import (
     PlannedPolicy,
 )
+from tiered_mem.policies.base import Advice, Event, StepEnd
 from tiered_mem.policies.planning import BudgetTooSmall
 
 
@@ -80,3 +83,39 @@ def test_layers_whose_saves_cannot_leave_are_to_be_checkpointed() -> None:
     assert error.floor == 828 * MIB
     assert "In the forward of layer 7 of graph 0" in str(error)
     assert "What helps: checkpoint layers 4 to 6: 150.0 MiB less, or lower min_bytes; " in str(error)
+
+
+@pytest.mark.parametrize("at", ["in backward", "after it"])
+def test_a_policy_that_is_not_alone_says_the_same_and_goes_on(at: str) -> None:
+    """Until all ranks have heard of it. What fits is planned for as ever."""
+    step = gpt()
+    step.code.insert(backwards(step)[2] + 1 if at == "in backward" else len(step.code), Compute(1e-3, 600 * MIB))
+    alone = too_small(step, 500 * MIB)
+    for budget, expected in ((500 * MIB, alone), (alone.floor, None)):
+        policy = PlannedPolicy(budget, LINK)
+        policy.alone = False
+        machine = Machine(policy, LINK)
+        machine.allocate(300 * MIB)
+        machine.run(step)
+        for _ in range(2):
+            assert str(policy.shortfall()) == str(expected)
+            assert machine.run(step).peak == alone.floor
+
+
+def test_a_shortfall_is_known_before_the_step_has_ended() -> None:
+    """What comes after the last event is told to it. Nothing of that stays."""
+    step = gpt()
+    policy = PlannedPolicy(500 * MIB, LINK)
+    policy.alone = False
+    machine = Machine(policy, LINK)
+    found: list[BudgetTooSmall | None] = []
+    hear = policy.decide
+
+    def decide(event: Event) -> Sequence[Advice]:
+        if isinstance(event, StepEnd):
+            found.extend(policy.shortfall(most) for most in (0, 700 * MIB, 0))
+        return hear(event)
+
+    policy.decide = decide  # type: ignore[method-assign]
+    machine.run(step)
+    assert [each and each.floor for each in found] == [None, 700 * MIB, None]

@@ -36,7 +36,7 @@ from tiered_mem.policies import (
     Reload,
     Spill,
 )
-from tiered_mem.policies.base import ExactMemory, Memory, StepBegin, StepEnd, StepMeasured, Used
+from tiered_mem.policies.base import Advice, ExactMemory, Memory, StepBegin, StepEnd, StepMeasured, Used
 from tiered_mem.policies.planning import BudgetTooSmall, Link, plan
 from tiered_mem.policies.planning.profile import floor
 
@@ -281,6 +281,28 @@ def test_optimizer_states_have_what_a_step_leaves_them_and_leave_for_a_longer_on
     assert machine.run(surprising).peak <= full + kept
     machine.run(step.scaled(2.0))
     assert policy.states.target < kept
+
+
+def test_what_was_recorded_before_optimizer_states_move_beside_the_step_is_forgotten() -> None:
+    """Their window, and gradients that wait, were not there then."""
+
+    class Settles(PlannedPolicy):
+        """The first step of the optimizer shows how the next ones are made."""
+
+        def decide(self, event: Event) -> Sequence[Advice]:
+            self.states.settled |= isinstance(event, StepEnd)
+            return super().decide(event)
+
+    step = gpt()
+    policy = Settles(budget_between(profile(step), 0.4), LINK, recompute=False)
+    policy.states.settled = False
+    machine = Machine(policy, LINK)
+    recorded = []
+    for _ in range(4):
+        recorded.append(ExactMemory in policy.asks)
+        machine.run(step)
+    assert recorded == [True, True, False, False]
+    assert policy.report().planned is not None
 
 
 def test_a_slowdown_saves_memory() -> None:

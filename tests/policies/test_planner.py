@@ -332,3 +332,12 @@ def test_states_leave_the_optimizers_step_its_room() -> None:
     states = StatesShare(800 * MIB, step_peak=full + 300 * MIB, rounding=2 * MIB)
     kept, _ = states_to_keep(known, full + 800 * MIB, LINK, states)
     assert kept == 498 * MIB
+
+
+def test_another_step_of_the_optimizer_counts_and_what_backward_takes_before_it_remains() -> None:
+    """Both come after the last use of a block."""
+    step = Profile([1.0] * 4, [9, 9, 30, 20], [8], [0], [2], [3], [2], standing=[5, 5, 5, 7])
+    assert step.ending_below(12, before=25).unmovable == [9, 9, 30, 12]
+    assert step.ending_below(12, before=30).unmovable == [9, 9, 12, 12]
+    assert step.ending_below(6, before=30).unmovable == [9, 9, 6, 7]
+    assert step.ending_below(40, before=30) == step

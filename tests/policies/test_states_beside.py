@@ -16,7 +16,7 @@ from tests.policies.simulated.treated import WAYS, decoder
 from tests.policies.test_choosing import SLOW, chosen
 from tiered_mem.policies.planning import BudgetTooSmall, Link, Plan, Profile, plan
 from tiered_mem.policies.planning.advice import moved
-from tiered_mem.policies.planning.disk_and_states import Beside, StatesShare, paced, states_to_keep
+from tiered_mem.policies.planning.disk_and_states import Beside, Crossing, StatesShare, paced, states_to_keep
 from tiered_mem.policies.planning.stitching import Choice
 
 GIB = 1 << 30
@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 def crossing(step: Profile, share: float) -> StatesShare:
     """States that take so much of the link in backward."""
-    return StatesShare(others=int(share * step.in_backward * SLOW.back))
+    return StatesShare(backward=Crossing(others=int(share * step.in_backward * SLOW.back)))
 
 
 def best_plan(step: Profile, budget: int, states: StatesShare) -> tuple[Plan, float]:
@@ -51,27 +51,46 @@ def test_what_crosses_in_backward_leaves_the_rest_of_the_link_and_costs_nothing_
 
 
 def test_of_states_the_first_to_stay_are_those_that_nothing_hides() -> None:
-    states = StatesShare(total=3 * GIB, overlapped=GIB, others=2 * GIB)
-    assert [states.in_backward(kept * GIB) for kept in range(4)] == [3 * GIB, 3 * GIB, 3 * GIB, 2 * GIB]
-    after = [states.left(SLOW, 100.0, 0, kept * GIB).after for kept in range(4)]
+    states = StatesShare(total=3 * GIB, backward=Crossing(sharing=GIB, others=2 * GIB))
+    assert [states.crossing(kept * GIB) for kept in range(4)] == [(0, n * GIB) for n in (3, 3, 3, 2)]
+    after = [states.left(SLOW, 100.0, 100.0, 0, kept * GIB).after for kept in range(4)]
     assert after == [SLOW.exchange(nbytes * GIB) for nbytes in (2, 1, 0, 0)]
 
 
 def test_what_nothing_is_hidden_beside_is_late() -> None:
-    states = StatesShare(others=GIB, first=GIB // 8)
-    assert states.left(SLOW, 1.0, 0, 0).late == pytest.approx(SLOW.exchange(GIB // 8))
-    assert states.left(SLOW, 0.0, 0, 0).late == pytest.approx(SLOW.exchange(GIB + GIB // 8))
+    crossing = Crossing(others=GIB, first=GIB // 8)
+    for states in (StatesShare(backward=crossing), StatesShare(forward=crossing)):
+        assert states.left(SLOW, 1.0, 1.0, 0, 0).late == pytest.approx(SLOW.exchange(GIB // 8))
+        assert states.left(SLOW, 0.0, 0.0, 0, 0).late == pytest.approx(SLOW.exchange(GIB + GIB // 8))
 
 
 @pytest.mark.parametrize("away", [0, 1, GIB // 8, GIB, 4 * GIB])
 @pytest.mark.parametrize("others", [GIB // 8, GIB, 2 * GIB])
 def test_backward_lasts_until_all_has_crossed(others: int, away: int) -> None:
-    """With the waits for activations on what is left of the link, and what is late beside these."""
-    link, late, after = StatesShare(others=others).left(SLOW, SLOW.exchange(GIB), away, 0)
-    waits = max(0.0, away / link.back - SLOW.exchange(GIB))
-    assert waits + late == pytest.approx(SLOW.exchange(max(0, others + away - GIB)), abs=1e-9)
-    assert late >= 0
-    assert after == 0
+    """With the waits for activations on what is left of the link, and what is late beside these: forward, too."""
+    for part in ("forward", "backward"):
+        states = StatesShare(**{part: Crossing(others=others)})
+        link, late, after = states.left(SLOW, SLOW.exchange(GIB), SLOW.exchange(GIB), away, 0)
+        left, whole = (link.back, link.out) if part == "backward" else (link.out, link.back)
+        waits = max(0.0, away / left - SLOW.exchange(GIB))
+        assert waits + late == pytest.approx(SLOW.exchange(max(0, others + away - GIB)), abs=1e-9)
+        assert late >= 0
+        assert after == 0
+        assert whole == SLOW.back == SLOW.out
+
+
+def test_those_of_forward_leave_less_of_the_way_out_and_those_of_backward_of_the_way_back() -> None:
+    step = decoder(4).recorded().profile
+    forward, backward = (int(0.25 * seconds * SLOW.back) for seconds in (step.in_forward, step.in_backward))
+    states = StatesShare(forward=Crossing(others=forward), backward=Crossing(others=backward))
+    link, late, after = states.beside(SLOW, step, max(step.full), 0)
+    assert (link.out, link.back) == (pytest.approx(0.75 * SLOW.out), pytest.approx(0.75 * SLOW.back))
+    assert (late, after) == (pytest.approx(0, abs=1e-9), 0.0)
+
+
+def test_those_of_forward_stay_before_those_of_backward() -> None:
+    states = StatesShare(total=3 * GIB, forward=Crossing(sharing=GIB), backward=Crossing(sharing=GIB))
+    assert [states.crossing(kept * GIB) for kept in range(4)] == [(GIB, GIB), (GIB, GIB), (0, GIB), (0, 0)]
 
 
 def test_with_less_of_the_link_more_is_computed_again_and_less_is_moved() -> None:
@@ -129,7 +148,8 @@ def test_states_that_backward_hides_need_not_stay() -> None:
     step = model.recorded().profile
     budget, total = budget_between(step, 0.8), 256 * MIB
     assert 0 < total < 0.25 * step.in_backward * SLOW.back
-    without, overlapped = StatesShare(total), StatesShare(total, overlapped=total, first=total // 256)
+    without = StatesShare(total)
+    overlapped = StatesShare(total, backward=Crossing(sharing=total, first=total // 256))
     assert states_to_keep(step, budget, SLOW, without)[0] > 0
     kept, seconds = states_to_keep(step, budget, SLOW, overlapped)
     assert kept == 0
@@ -140,7 +160,7 @@ def test_states_that_backward_hides_need_not_stay() -> None:
 def test_where_there_is_room_for_all_states_they_stay() -> None:
     """The first of them are waited for in backward."""
     step = decoder(8).recorded().profile
-    states = StatesShare(GIB, overlapped=GIB, first=GIB // 64)
+    states = StatesShare(GIB, backward=Crossing(sharing=GIB, first=GIB // 64))
     assert states_to_keep(step, max(step.full) + GIB, SLOW, states) == (GIB, step.compute)
 
 
@@ -169,19 +189,20 @@ def test_reloads_beside_states_do_not_come_in_bursts() -> None:
     assert max(reload_seconds(step, evenly, faster)) <= 2 * largest
 
 
-def test_the_policy_plans_for_what_is_left_and_says_so() -> None:
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_the_policy_plans_for_what_is_left_and_says_so(part: str) -> None:
     step = gpt()
     seconds, copied = [], []
     for nbytes in (0, int(0.5 * step.compute * LINK.back)):
         policy, _ = planned(step, 0.1, LINK)
-        policy.states.others = nbytes
+        setattr(policy.states, part, Crossing(others=nbytes))
         machine = Machine(policy, LINK)
         for _ in range(10):
             outcome = machine.run(step)
         report = policy.report()
         assert report.planned is not None
-        assert report.states_beside == nbytes
-        assert ("each way beside backward" in str(report)) == (nbytes > 0)
+        assert report.as_dict()[f"states_beside_{part}"] == nbytes
+        assert (f"each way beside {part}" in str(report)) == (nbytes > 0)
         seconds.append(report.planned)
         copied.append(outcome.copied)
     assert seconds[0] < seconds[1]

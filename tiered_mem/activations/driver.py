@@ -64,7 +64,7 @@ class Activations:
     """The service behind the offload contexts: takes saved tensors and gives them back. Of any thread.
 
     turn: taken by everything here. before: called in turn before anything else is done. after: called out of turn,
-    after each event.
+    after each event. begins: called out of turn before a pass through a forward, which it may refuse with an error.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Activations:
         trace: Trace | None,
         before: Sequence[Callable[[], None]],
         after: Callable[[], None],
+        begins: Callable[[], None] | None = None,
     ) -> None:
         self._turn = turn
         self._actions = PolicyActions(policy, store, watch)
@@ -88,6 +89,7 @@ class Activations:
         self._traced = None if trace is None else TracedLayers(trace, turn)
         self._before = before
         self._after = after
+        self._begins = begins
         self._graphs = itertools.count()
         self.closed = False
         # For a saved tensor that dies: its block is put there, and then that is called, from anywhere.
@@ -96,6 +98,8 @@ class Activations:
     def new_graph(self) -> int:
         """A number for one pass through a forward. Raises Closed."""
         self.check_open()
+        if self._begins is not None:
+            self._begins()
         with self._turn:
             self._store.begin_step()
         graph = next(self._graphs)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..policies.planning import BudgetTooSmall, Link, Profile, plan
-from ..policies.planning.disk_and_states import StatesShare, explained
+from ..policies.planning.disk_and_states import Crossing, StatesShare, explained
 from ..rehearsal import MOST, VARIABLE, Wish
 from ..sizes import format_bytes, format_seconds, parse_bytes
 from .output import console, plain, size, table, with_units, write_json
@@ -86,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
     _complete(options, ample)
     step, link = Profile(**ample["step"]), Link(**ample["link"])
     problem, report, text = _try(options, step, link, ample["names"])
-    sweep = Sweep(ways_of(ample), link, StatesShare(**ample["states"]))
+    states = ample["states"]
+    beside = {part: Crossing(**states[part]) for part in ("forward", "backward")}
+    sweep = Sweep(ways_of(ample), link, StatesShare(**{**states, **beside}))
     others = sweep.budgets() if options.sweep or options.plot is not None else []
     plans = sweep.within({*others, options.budget})
     if options.plot is not None:

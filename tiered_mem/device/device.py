@@ -334,11 +334,15 @@ class DevicePeak:
             self._true = max(self._true, peak)
         return allocated, most, reserved, begun_anew_from
 
-    def look(self) -> None:
-        """The next reading has what is seen by now, also if the user begins the peak anew before."""
-        _, peak, _ = self._device.memory()
+    def look(self) -> int:
+        """The most since the last reading, as far as it is seen by now.
+
+        The next reading has it, also if the user begins the peak anew before.
+        """
+        allocated, peak, _ = self._device.memory()
         if self.exact or peak != self._told:
             self._before, self._told = max(self._before, peak), peak
+        return max(allocated, self._before)
 
     def begin_anew(self) -> None:
         """What is allocated now is the peak, until it rises or `restore` is called."""

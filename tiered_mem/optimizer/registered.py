@@ -6,14 +6,14 @@ import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 import torch
 
 from ..device.device import Device, DevicePeak
 from ..device.transfer import TransferEngine
-from ..policies.planning.disk_and_states import StatesShare
+from ..policies.planning.disk_and_states import Crossing, StatesShare
 from ..sizes import format_bytes
 from ..spill.lower_tier import LowerTier
 from ..tiers.host_tier import HostTier
@@ -32,6 +32,8 @@ _log = logging.getLogger("tiered_mem.optimizer")
 # What states take of the host tier before they go to disk; the rest is for activations.
 _HOST_SHARE = 0.5
 _BUCKET_BYTES = 256 << 20
+# What hides the ways of states, the least first.
+_HIDDEN = (None, "forward", "backward")
 
 Residency = Literal["host", "disk", "auto", "device-until-offload"]
 Overlap = Literal["backward", "forward", "auto"]
@@ -129,10 +131,8 @@ class RegisteredOptimizers:
         stay = residency == "device-until-offload"
         around = contextlib.nullcontext if self._sharing is None else self._sharing.measured
         stepping = Stepping(optimizer, choice, pipeline)
-        if overlap in ("forward", "auto") and not planned:
+        if overlap in ("forward", "auto"):
             stepping = StepInForward(optimizer, choice, pipeline)
-        elif overlap == "forward":
-            _log.info('%s is stepped in step(): policy="auto" does not plan for steps beside a forward', name)
         if overlap in ("backward", "auto"):
             instead = stepping if overlap == "auto" else None
             stepping = StepInBackward(optimizer, choice, pipeline, keep_gradients=keep_gradients, instead=instead)
@@ -149,8 +149,9 @@ class RegisteredOptimizers:
         if self._sharing is not None:
             if residency == "auto" and not states.at_once:
                 self._sharing.states.add(states)
-            if overlap == "backward" and not stay:
+            if overlap is not None and not stay:
                 self._sharing.overlapped.add(states)
+                self._sharing.share.settled = False
         weakref.finalize(tiered, _forget, states, self._forgotten).atexit = False
         _tell(tiered, residency)
         return tiered
@@ -216,8 +217,8 @@ class _Sharing:
 
     Keeps no states alive, for these know it.
 
-    share: what is planned. peak: measures steps. states: those that may have a part. overlapped: those that cross
-    the link in backward, as far as they do not stay.
+    share: what is planned. peak: measures steps. states: those that may have a part. overlapped: those that may
+    cross the link in forward or backward, as far as they do not stay.
     """
 
     def __init__(self, share: StatesShare, peak: DevicePeak) -> None:
@@ -225,14 +226,16 @@ class _Sharing:
         self._peak = peak
         self.states: weakref.WeakSet[States] = weakref.WeakSet()
         self.overlapped: weakref.WeakSet[States] = weakref.WeakSet()
-        self._kept_for: tuple[int | None, int, int] | None = None
+        self._kept_for: tuple[int | None, int, list[str | None]] | None = None
         # Of each optimizer how its last measured step was made, and what it took beside all that is kept.
         self._steps: weakref.WeakKeyDictionary[States, tuple[_Way, int]] = weakref.WeakKeyDictionary()
 
     def count(self) -> None:
-        """Says how much of what is to stay is there."""
+        """Says how much of what is to stay is there, and whether steps are made as they will be."""
         if self.share.total and self.share.target != self.share.kept:
             self.share.kept = self._kept
+        if not self.share.settled:
+            self.share.settled = all(states.stepping.settled for states in list(self.overlapped))
 
     @contextlib.contextmanager
     def measured(self, states: States) -> Iterator[None]:
@@ -258,23 +261,28 @@ class _Sharing:
 
     def keep(self) -> None:
         """Has as much stay as is planned, after each change of the plan or the states."""
-        share, overlapped = self.share, set(self.overlapped)
-        if not (share.total or share.others or self.states or overlapped):
+        share, beside = self.share, {states: states.stepping.beside for states in list(self.overlapped)}
+        if not (share.total or self.states or beside or share.crossing(0) != (0, 0)):
             return
-        # Those come first whose ways nothing would hide.
-        sharing = sorted(self.states, key=overlapped.__contains__)
-        others = overlapped.difference(sharing)
-        now = share.target, sum(states.version for states in (*sharing, *others)), len(sharing) + len(others)
+        # Those come first whose ways nothing would hide, and then those that less of the step's time does.
+        sharing = sorted(self.states, key=lambda states: _HIDDEN.index(beside.get(states)))
+        others = beside.keys() - set(sharing)
+        there = [*sharing, *others]
+        now = share.target, sum(states.version for states in there), [beside.get(states) for states in there]
         if now == self._kept_for:
             return
         total = sum(states.pipeline.nbytes for states in sharing)
         if total > share.total:
             share.target = None
         share.total = total
-        share.overlapped = sum(states.pipeline.nbytes for states in overlapped.intersection(sharing))
-        share.others = sum(states.pipeline.nbytes for states in others)
-        buckets = (bucket.nbytes for states in overlapped for bucket in states.pipeline.buckets)
-        share.first = max(buckets, default=0)
+        share.forward, share.backward = (
+            Crossing(
+                sharing=_bytes(states for states in sharing if beside.get(states) == part),
+                others=_bytes(states for states in others if beside[states] == part),
+                first=max((_largest(states) for states in beside if beside[states] == part), default=0),
+            )
+            for part in _HIDDEN[1:]
+        )
         share.rounding = sum(_rounding(bucket.nbytes) for states in sharing for bucket in states.pipeline.buckets)
         left, done = share.planned, True
         for states in sharing:
@@ -286,6 +294,14 @@ class _Sharing:
     @property
     def _kept(self) -> int:
         return sum(states.pipeline.kept for states in list(self.states))
+
+
+def _bytes(all_states: Iterable[States]) -> int:
+    return sum(states.pipeline.nbytes for states in all_states)
+
+
+def _largest(states: States) -> int:
+    return max((bucket.nbytes for bucket in states.pipeline.buckets), default=0)
 
 
 def _rounding(nbytes: int) -> int:

@@ -151,6 +151,10 @@ class StepInBackward(Stepping):
     def coming(self) -> Collection[Bucket]:
         return [bucket for bucket, _ in self._final.coming] or self._pipeline.buckets
 
+    @property
+    def settled(self) -> bool:
+        return self._final.knows
+
     def last_backward(self) -> None:
         self._final.announce()
 
@@ -232,9 +236,14 @@ class FinalGradients:
         return Ready(bucket, changing, self.coming)
 
     @property
+    def knows(self) -> bool:
+        """Whether it is known from a step which gradients come."""
+        return self._times is not None
+
+    @property
     def active(self) -> bool:
         """Whether buckets are stepped in this backward."""
-        return self._times is not None and (self._announced or not self._by_word)
+        return self.knows and (self._announced or not self._by_word)
 
     @property
     def coming(self) -> Collection[tuple[Bucket, Set[Param]]]:

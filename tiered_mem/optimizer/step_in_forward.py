@@ -52,9 +52,10 @@ class StepInForward(Stepping):
         self._seen: Counter[Param] = Counter()
         self._times: Counter[Param] = Counter()
         self._told = False
+        self._waited: bool | None = None  # whether anything has in the last step in which it might have
         self._to_come = 0  # bytes of gradients
         self._ahead: deque[Bucket] = deque()
-        self._used: dict[Bucket, int] = {}  # which was the first to be used, the second, and so on
+        self._used: dict[Bucket, None] = {}  # in the order in which forward used them last
 
     def asked(self, owner: object, *, at_once: bool) -> Stepping:
         self.finish()
@@ -65,14 +66,15 @@ class StepInForward(Stepping):
         self._choice.check_gradients()
         stream = self._stream = self._pipeline.device.current_stream()
         nothing: dict[_Kind, torch.Tensor] = {}
+        # The first of those that have to come shows errors, and what a step makes of a group's values. Forward
+        # begins with it, so that nothing would hide its way.
         first, wait = True, self._may_wait()
         with self.place.used(), self.stepping() as step:
             for bucket in self._in_order():
                 changing = {param for param in bucket.params if param.grad is not None}
-                # The first one shows errors, and what a step makes of a group's values.
                 if first or not (wait and self._can_wait(bucket, changing)):
+                    first = first and (bucket.stays or not bucket.away(changing))
                     step.take(bucket, bucket.params, changing, ())
-                    first = first and not changing
                     continue
                 # The others may have a gradient by then, and their groups may count steps.
                 if others := [param for param in bucket.params if param not in changing]:
@@ -80,6 +82,8 @@ class StepInForward(Stepping):
                 self._waiting[bucket] = _Waiting(self, bucket, changing, stream, nothing)
         for waiting in self._waiting.values():
             waiting.begin()
+        if self._waiting or not first:
+            self._waited = bool(self._waiting)
         self._owner = self._asking()
         self._go_on()
 
@@ -93,6 +97,14 @@ class StepInForward(Stepping):
     @property
     def coming(self) -> Collection[Bucket]:
         return self._waiting or self._in_order()
+
+    @property
+    def beside(self) -> str | None:
+        return None if self._waited is False else self.overlap
+
+    @property
+    def settled(self) -> bool:
+        return self._waited is not None
 
     def no_step(self) -> None:
         if not self._waiting:
@@ -151,7 +163,7 @@ class StepInForward(Stepping):
             now.wait_event(waiting.stream.record_event())
         del self._waiting[bucket]
         self._used.pop(bucket, None)
-        self._used[bucket] = len(self._used)
+        self._used[bucket] = None
         with device.on(waiting.stream):
             self._go_on()
 
@@ -171,7 +183,8 @@ class StepInForward(Stepping):
 
     def _in_order(self) -> list[Bucket]:
         """As forward uses them, as far as it has ever waited for one."""
-        return sorted(self._pipeline.buckets, key=lambda bucket: self._used.get(bucket, -1))
+        place = {bucket: place for place, bucket in enumerate(self._used)}
+        return sorted(self._pipeline.buckets, key=lambda bucket: place.get(bucket, -1))
 
     def _may_wait(self) -> bool:
         """Whether a bucket may be stepped later than this."""

@@ -91,6 +91,16 @@ class Stepping:
         """The step that was begun, if any, is of no matter."""
         self.open = None
 
+    @property
+    def beside(self) -> str | None:
+        """What the ways of states are made beside: "forward", "backward", or nothing."""
+        return self.overlap
+
+    @property
+    def settled(self) -> bool:
+        """Whether steps are made as they will be from now on, as far as is known."""
+        return True
+
     def learn(self, params: Iterable[Param], hearing: Hearing) -> None:
         """A step is over. params: that the next one may have gradients for. hearing: is not kept alive."""
         if self._watch is None:

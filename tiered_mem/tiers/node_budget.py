@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from ..allocators.base import HostPool
@@ -17,11 +18,12 @@ from ..sizes import format_bytes, parse_bytes
 from .host_budget import HostBytes, local_processes
 from .node_file import NodeFile
 from .node_share import HOST, SPILL, WRITES, EqualShare, NodeShare, SharedKind, sign
+from .node_verdicts import NodeVerdicts
 
 # What tells a job from another one of the same user on the same machine.
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 # Of the file: processes with another one do not share with these.
-_FORMAT = "1"
+_FORMAT = "2"
 # Others get a slab that nothing was cut from in so many steps. A pipeline begins one with each microbatch.
 _UNUSED = 32
 
@@ -64,8 +66,9 @@ class NodeBudget:
             for kind, size in ((SPILL, node_spill_bytes), (WRITES, node_spill_write_budget))
         )
         self._file = None
+        self._join = partial(_joined, os.environ if environment is None else environment, self.ranks, folder)
         if self.shares_host or room or writes:
-            self._file = _joined(os.environ if environment is None else environment, self.ranks, folder)
+            self._file = self._join("share what it has, and each keeps to an equal part")
         self._pool: SlabPool | None = None
         self.host: NodeShare | EqualShare | None = None
         self.spill = None if room is None else self._share(SPILL, room)
@@ -124,6 +127,12 @@ class NodeBudget:
             stats |= {"node.floor": self.host.floor, "node.ranks": self.host.ranks()}
         return stats
 
+    def verdicts(self) -> NodeVerdicts | None:
+        """For what the ranks tell each other of their device budgets. None where there is nobody to be told."""
+        if self.ranks > 1 and self._file is None:
+            self._file = self._join("tell each other of budgets that are too small")
+        return None if self.ranks == 1 or self._file is None else NodeVerdicts(self._file)
+
     def leave(self) -> None:
         """Gives all up. Idempotent."""
         if self._file is not None:
@@ -150,7 +159,7 @@ def job_of(environment: Mapping[str, str], ranks: int) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
-def _joined(environment: Mapping[str, str], ranks: int, folder: Path | None) -> NodeFile | None:
+def _joined(environment: Mapping[str, str], ranks: int, folder: Path | None, what_for: str) -> NodeFile | None:
     """The file of this job, with a record for one more manager. None, with a warning, where it cannot be had."""
     if folder is None:
         memory = Path("/dev/shm")
@@ -158,10 +167,7 @@ def _joined(environment: Mapping[str, str], ranks: int, folder: Path | None) -> 
     try:
         file = NodeFile(folder, job_of(environment, ranks))
     except OSError as error:
-        _log.warning(
-            "the ranks of this machine cannot share what it has, and each keeps to an equal part: %s: %s",
-            *(folder, str(error)),
-        )
+        _log.warning("the ranks of this machine cannot %s: %s: %s", what_for, folder, str(error))
         return None
     sign(file, environment.get("LOCAL_RANK", ""))
     return file

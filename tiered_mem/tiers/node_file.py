@@ -17,7 +17,7 @@ from pathlib import Path
 
 # A record has so many numbers of 8 bytes. The first is the owner's process, and 0 where there is none. The last one
 # stays when a record gets its next owner.
-RECORD = 16
+RECORD = 20
 PID, LASTING = 0, RECORD - 1
 _RECORDS = 255
 # Before the records: how often somebody was refused, and how many records were ever in use.

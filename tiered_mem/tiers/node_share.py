@@ -12,7 +12,8 @@ from ..sizes import format_bytes
 from .node_file import LASTING, PID, WANTS, NodeFile
 
 # The numbers of a record beside those that the file itself has: which rank's it is, and how many that knows of.
-_WHO, _RANKS = 1, 2
+# Four from VERDICT on are what node_verdicts.py has there.
+_WHO, _RANKS, VERDICT = 1, 2, 12
 # Of each kind of bytes there are four more.
 _LIMIT, _FLOOR, _WANT, _TAKEN = range(4)
 # What nobody else can take is this part of an equal share.
@@ -195,8 +196,7 @@ class NodeShare:
         numbers = self._file.numbers
         had: dict[str, int] = {}
         for place in self._sharing():
-            who, process = numbers[place + _WHO], numbers[place + PID]
-            name = f"process {process}" if who >= _NO_RANK else f"rank {who} (process {process})"
+            name = named(numbers[place + _WHO], numbers[place + PID])
             had[name] = had.get(name, 0) + numbers[place + self._kind.at + _TAKEN]
         return {name: nbytes for name, nbytes in had.items() if nbytes}
 
@@ -258,6 +258,16 @@ class EqualShare:
 def sign(file: NodeFile, rank: str) -> None:
     """Says in the record whose it is. rank: its number on this machine as text, if it has one."""
     file.numbers[file.place + _WHO] = int(rank) if rank.isdecimal() else _NO_RANK + os.getpid()
+
+
+def who(file: NodeFile, place: int) -> int:
+    """The number of the rank whose record begins there; one above all ranks' where it has none."""
+    return file.numbers[place + _WHO]
+
+
+def named(number: int, process: int) -> str:
+    """What people call the owner of a record with this number, whose process is that."""
+    return f"process {process}" if number >= _NO_RANK else f"rank {number} (process {process})"
 
 
 def _full(share: NodeShare | EqualShare, kind: SharedKind, needed: int, used: int | None) -> TierFull:
