@@ -150,6 +150,9 @@ _NPU = {
         one_ copy_memory_ npu_change_data_ptr get_npu_format get_storage_size npu_format_cast
         npu_format_cast.Tensor npu_format_cast_.acl_format _npu_format_cast
     """,
+    "what a graph shows of a tensor: a host function gets it": """
+        print_npugraph_tensor save_npugraph_tensor save_npugraph_tensor.tensor_list
+    """,
     "activations, norms, attention, losses": """
         fast_gelu npu_fast_gelu npu_fast_gelu_backward npu_geglu npu_geglu_grad npu_cross_entropy_loss
         npu_cross_entropy_loss_backward npu_rotary_mul npu_rotary_mul_backward

@@ -21,7 +21,7 @@ from ascend_emulator.runtime import runtime
 from ascend_emulator.timeline import write_trace
 
 # Of these all releases, with what is built or published after one.
-KNOWN_TORCH_NPU = ("2.10", "2.11", "2.12", "2.13", "2.14")
+KNOWN_TORCH_NPU = ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14")
 _ALLOCATOR = "torch_npu/include/torch_npu/csrc/core/npu/NPUCachingAllocator.h"
 # A folder for PYTHONPATH.
 CHILD = Path(__file__).parent / "child"
@@ -123,7 +123,7 @@ def configure(
 def can_look_for_races() -> bool:
     """Whether the allocator of the torch_npu that is installed tells what it takes back.
 
-    Its version does not say: 2.13 has it, and of 2.10 to 2.12 only the last releases, such as 2.12.0.post3.
+    Its version does not say: 2.13 has it, and of 2.9 to 2.12 only the last releases, such as 2.12.0.post3.
     """
     header = Path(str(distribution("torch_npu").locate_file(_ALLOCATOR)))
     return header.exists() and "attachAllocatorTraceTracker" in header.read_text()

@@ -27,8 +27,9 @@ ACLNN(aclnnMseLossBackward, (In grad, In self, In target, int64_t reduction, Out
 
 ACLNN(aclnnSmoothL1Loss, (In self, In target, int64_t reduction, float beta, Out out),
       out.copy_(at::smooth_l1_loss(self, target, reduction, beta)))
+// Torch 2.9 has this for float16 on no CPU.
 ACLNN(aclnnSmoothL1LossBackward, (In grad, In self, In target, int64_t reduction, float beta, Out out),
-      out.copy_(at::smooth_l1_loss_backward(grad, self, target, reduction, beta)))
+      out.copy_(at::smooth_l1_loss_backward(wide(grad), wide(self), wide(target), reduction, beta)))
 
 static int64_t reduction_by(Text name) {
   if (name == "none") return at::Reduction::None;

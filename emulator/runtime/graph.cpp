@@ -73,7 +73,8 @@ aclError Graph::add(const Stream& stream, Operation operation) {
   const size_t branch = branch_of(stream);
   VectorClock& known = known_[branch];
   if (operation.awaits) known.join(known_at_[operation.awaits.get()]);
-  newest_[branch] = known.advance(branch);
+  // A record behind the last work leaves nothing to join: torch_npu makes one there for pinned memory that is given up.
+  if (!operation.reaches) newest_[branch] = known.advance(branch);
   if (operation.reaches) {
     known_at_[operation.reaches.get()] = known;
     operation.reaches->belong_to(weak_from_this());

@@ -132,6 +132,7 @@ aclError Memory::free_host(void* pointer) {
   if (Detector::on()) Detector::get().given_back("aclrtFreeHost", {pointer, nbytes});
   host_used_ -= nbytes;
   host_.erase(found);
+  mapped_.erase(mapped_.lower_bound(address(pointer)), mapped_.lower_bound(address(pointer) + nbytes));
   bury(pointer, nbytes);
   return ACL_SUCCESS;
 }
@@ -163,12 +164,19 @@ void Memory::seal_idle_graves() {
   }
 }
 
-aclError Memory::register_host(void* pointer, size_t nbytes) {
+aclError Memory::register_host(void* pointer, size_t nbytes, bool mapped) {
   const uintptr_t start = address(pointer);
-  if (start % kPage != 0 || nbytes == 0) {
-    return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: needs a multiple of 4096 as address, and some bytes");
+  if (start == 0 || nbytes == 0 || (mapped && start % kPage != 0)) {
+    return fail(ACL_ERROR_RT_PARAM_INVALID,
+                "aclrtHostRegister: needs an address, a multiple of 4096 unless it only pins, and some bytes");
   }
   std::lock_guard lock(mutex_);
+  // torch_npu's swapped memory is a part of what aclrtMallocHost gave.
+  const Extent* around = at(host_, pointer);
+  if (mapped && around && around->owned && at(host_, static_cast<char*>(pointer) + nbytes - 1) == around) {
+    mapped_.insert(start);
+    return ACL_SUCCESS;
+  }
   const auto next = host_.upper_bound(start);
   if (at(host_, pointer) || (next != host_.end() && next->first - start < nbytes)) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostRegister: a part of it is pinned already");
@@ -181,6 +189,7 @@ aclError Memory::register_host(void* pointer, size_t nbytes) {
 
 aclError Memory::unregister_host(void* pointer) {
   std::lock_guard lock(mutex_);
+  if (mapped_.erase(address(pointer)) != 0) return ACL_SUCCESS;
   auto found = host_.find(address(pointer));
   if (found == host_.end() || found->second.owned) {
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtHostUnregister: not registered memory");
@@ -279,9 +288,9 @@ ACL_EXPORT aclError aclrtFreeHost(void* pointer) {
   return code == ACL_SUCCESS ? Memory::get().free_host(pointer) : code;
 }
 
-ACL_EXPORT aclError aclrtHostRegisterV2(void* pointer, uint64_t nbytes, uint32_t) {
+ACL_EXPORT aclError aclrtHostRegisterV2(void* pointer, uint64_t nbytes, uint32_t flag) {
   const aclError code = fault("aclrtHostRegister");
-  return code == ACL_SUCCESS ? Memory::get().register_host(pointer, nbytes) : code;
+  return code == ACL_SUCCESS ? Memory::get().register_host(pointer, nbytes, flag != ACL_HOST_REG_PINNED) : code;
 }
 
 ACL_EXPORT aclError aclrtHostRegister(void* pointer, uint64_t nbytes, aclrtHostRegisterType, void** device_pointer) {

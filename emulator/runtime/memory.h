@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -22,7 +23,7 @@ class Memory {
   aclError free_device(void* pointer);
   aclError allocate_host(void** pointer, size_t nbytes);
   aclError free_host(void* pointer);
-  aclError register_host(void* pointer, size_t nbytes);
+  aclError register_host(void* pointer, size_t nbytes, bool mapped);
   aclError unregister_host(void* pointer);
 
   // Makes host memory zero. Whole pages of aclrtMallocHost then take no room.
@@ -54,6 +55,7 @@ class Memory {
   std::mutex mutex_;
   Extents device_;
   Extents host_;
+  std::set<uintptr_t> mapped_;  // parts of host_ that the device is shown besides; they are pinned without
   std::map<int, size_t> device_used_;
   size_t host_used_ = 0;
   Extents graves_;  // freed: nobody gets these addresses again soon

@@ -45,7 +45,6 @@ UNSUPPORTED(aclrtMemSetPidToShareableHandle)
 UNSUPPORTED(aclrtDeviceEnablePeerAccess)
 UNSUPPORTED(aclrtDeviceGetBareTgid)
 UNSUPPORTED(aclrtResetEvent)
-UNSUPPORTED(aclrtProcessReport)
 
 // Kernels given as binaries.
 UNSUPPORTED(aclrtBinaryGetFunction)

@@ -187,6 +187,8 @@ ROUNDED = {"matmul_broadcast": (1e-6, 0, 0)} | {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_result_and_gradients_equal_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
+    if name.startswith("smooth_l1") and dtype == torch.float16 and torch.__version__ < "2.10":
+        pytest.skip("torch 2.9 has it for float16 on no CPU, so there is nothing to compare with")
     function, shapes = DIFFERENTIABLE[name]
     inputs = random_inputs(shapes, dtype)
     expected = with_gradients(function, on("cpu", inputs))

@@ -183,6 +183,23 @@ def test_a_stream_must_have_come_back_with_all_that_it_has(acl: Acl, streams: li
         assert byte_at(device) == 6
 
 
+def test_a_record_behind_the_last_work_leaves_nothing_to_join(acl: Acl, streams: list[int]) -> None:
+    main, side, _ = streams
+    with acl.buffers(NBYTES) as (device, _), acl.event() as there, acl.event() as back, acl.event() as late:
+        begin(acl, main)
+        acl.check("aclrtRecordEvent", there, main)
+        acl.check("aclrtStreamWaitEvent", side, there)
+        assert fill_on(acl, side, device, 5) == 0
+        acl.check("aclrtRecordEvent", back, side)
+        acl.check("aclrtStreamWaitEvent", main, back)
+        acl.check("aclrtRecordEvent", late, side)
+        graph = end(acl, main)
+        acl.check("aclmdlRIExecuteAsync", graph, main)
+        acl.check("aclrtSynchronizeStream", main)
+        assert byte_at(device) == 5
+        acl.check("aclmdlRIDestroy", graph)
+
+
 def test_a_graph_takes_copies_of_pinned_memory_only(acl: Acl, streams: list[int]) -> None:
     pageable = ctypes.create_string_buffer(NBYTES)
     with acl.buffers(NBYTES) as (device, host):

@@ -123,12 +123,13 @@ def test_memory_of_a_graph_is_its_own_until_it_is_reset() -> None:
     others = [torch.zeros(8 * MIB, device="npu") for _ in range(3)]
     assert address not in {other.data_ptr() for other in others}
     graph.replay()
-    assert all(other.count_nonzero().item() == 0 for other in others)
+    assert [other.count_nonzero().item() for other in others] == [0] * 3
     del others
     graph.reset()
     torch.npu.synchronize()
     torch.npu.empty_cache()
-    assert torch.npu.memory_reserved() == before
+    # An older torch_npu keeps a graph's seed until the graph is gone.
+    assert torch.npu.memory_reserved() <= before + 2 * MIB
 
 
 RANDOM: dict[str, Callable[[], Tensor]] = {
@@ -242,7 +243,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, torch.npu.Event], object], str]] = {
     "synchronize_the_device": (lambda value, event: torch.npu.synchronize(), "107027"),
     "synchronize_an_event": (lambda value, event: event.synchronize(), "107028"),
     "query_an_event": (lambda value, event: query(event), "107028"),
-    "replay_another": (lambda value, event: EMPTY[0].replay(), "107027"),
+    "replay_another": (lambda value, event: EMPTY[0].replay(), "107027|during capturing stage"),
     "external_event": (lambda value, event: torch.npu.ExternalEvent().record(), "external events"),
 }
 EMPTY: list[torch.npu.NPUGraph] = []
@@ -289,6 +290,8 @@ def test_the_timeline_has_each_replay() -> None:
         graph.replay()
         graph.replay()
         torch.npu.synchronize()
+    # An older torch_npu also tells each graph its seed, whether it draws numbers or not.
+    spans = [span for span in spans if span.name != "aclnnInplaceFillScalar"]
     assert [span.name for span in spans] == ["aclnnInplaceAdds", "aclnnInplaceMuls"] * 2
     assert len({span.stream for span in spans}) == 1
 

@@ -16,6 +16,7 @@ from emulator.tests.launch import EMULATOR, run, write_script
 MIB = 1 << 20
 INVALID, NO_DEVICE, NO_STREAM = 107000, 107001, 107003
 UNSUPPORTED, NO_MEMORY, NOT_FREED = 207000, 207001, 207002
+ONLY_PINNED = 0x10000000
 
 
 def block(nbytes: int) -> torch.Tensor:
@@ -141,6 +142,30 @@ def test_registered_memory_is_pinned(acl: Acl) -> None:
     assert acl.kind_of(start + 4096) == PAGEABLE
 
 
+def test_what_is_only_pinned_may_begin_anywhere(acl: Acl) -> None:
+    room = (ctypes.c_uint8 * 4096)()
+    start = ctypes.addressof(room) // 64 * 64 + 64 + 8
+    acl.check("aclrtHostRegisterV2", start, 80, ONLY_PINNED)
+    assert [acl.kind_of(start + offset) for offset in (-1, 0, 79, 80)] == [PAGEABLE, PINNED, PINNED, PAGEABLE]
+    acl.check("aclrtHostUnregister", start)
+    assert acl.kind_of(start) == PAGEABLE
+
+
+def test_the_device_may_be_shown_a_part_of_the_runtimes_own_pinned_memory(acl: Acl) -> None:
+    host = acl.malloc_host(3 * 4096)
+    start = -(-host // 4096) * 4096
+    on_device = ctypes.c_size_t()
+    acl.check("aclrtHostRegister", start, 4096, 0, ctypes.byref(on_device))
+    assert on_device.value == start
+    assert (
+        acl.call("aclrtHostRegister", start, 4 * 4096, 0, ctypes.byref(on_device)) == INVALID
+    )  # more than is its own
+    acl.check("aclrtHostUnregister", start)
+    assert acl.call("aclrtHostUnregister", start) == INVALID
+    assert acl.kind_of(start) == PINNED
+    acl.check("aclrtFreeHost", host)
+
+
 def test_torch_recognises_pinned_memory_of_others(acl: Acl) -> None:
     with acl.buffers(MIB) as (_, host):
         memory = (ctypes.c_uint8 * MIB).from_address(host)
@@ -201,16 +226,17 @@ def test_memory_freed_under_a_queued_copy_does_not_end_the_process(tmp_path: Pat
 
 @pytest.mark.schedules("eager", "late", why="its copies run when they like")
 @pytest.mark.usefixtures("careless")
-def test_freed_pinned_memory_loses_its_bytes(acl: Acl, link: Callable[[str], None]) -> None:
-    link("40MB/s")
+def test_freed_pinned_memory_loses_its_bytes(acl: Acl) -> None:
     nbytes = 8 * MIB
     with acl.buffers(nbytes) as (device, source), acl.streams(1) as (stream,):
         fill(source, 7, nbytes)
+        ascend_emulator.inject("endless_h2d:1")
         acl.copy(H2D, device, source, nbytes, stream)
         doomed = acl.malloc_host(nbytes)
         fill(doomed, 9, nbytes)
         acl.copy(H2D, device, doomed, nbytes, stream)  # begins when the first copy is done
         acl.check("aclrtFreeHost", doomed)
+        ascend_emulator.clear_faults()
         acl.check("aclrtSynchronizeStream", stream)
         acl.copy(D2H, source, device, 4096, stream)
         acl.check("aclrtSynchronizeStream", stream)

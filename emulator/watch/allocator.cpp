@@ -4,7 +4,7 @@
 
 #include <torch_npu/csrc/core/npu/NPUCachingAllocator.h>
 
-// The first releases of torch_npu 2.10 to 2.12 tell nobody, and start() refuses to look for races there.
+// The first releases of torch_npu 2.9 to 2.12 tell nobody, and start() refuses to look for races there.
 #ifdef ALLOCATOR_TELLS
 // To be called once, when torch_npu has made its allocators.
 ACL_EXPORT void ascend_emulator_watch_allocator() {
