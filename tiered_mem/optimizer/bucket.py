@@ -53,8 +53,7 @@ class Bucket:
     def __init__(self) -> None:
         self.params: list[Param] = []
         self.fields: dict[Param, tuple[Field, ...]] = {}
-        self.nbytes = 0
-        self.room = 0
+        self.nbytes = self.room = 0
         self.states: dict[Param, State] = {}
         self.residence: Residence | None = None
         self.flat: torch.Tensor | None = None
