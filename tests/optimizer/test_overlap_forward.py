@@ -107,6 +107,20 @@ def test_buckets_come_in_the_order_in_which_forward_uses_them(device: str, make_
         training.optimizer.zero_grad()
 
 
+def test_the_log_says_that_nothing_can_wait(
+    device: str, make_tiered: MakeTiered, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(device, make_tiered)
+    views = [param.detach() for param in training.params]
+    with caplog.at_level("INFO", "tiered_mem"):
+        training.run(range(3))
+    assert training.waiting() == 0
+    assert sum("AdamW is stepped in step()" in line for line in caplog.messages) == 1
+    views.clear()
+    training.step(3)
+    assert training.waiting() > 0
+
+
 class Doubled(torch.autograd.Function):
     """A function whose first look at its argument is not at the elements."""
 

@@ -84,6 +84,7 @@ class StepInForward(Stepping):
             waiting.begin()
         if self._waiting or not first:
             self._waited = bool(self._waiting)
+            self._tell_none_waits()
         self._owner = self._asking()
         self._go_on()
 
@@ -199,6 +200,15 @@ class StepInForward(Stepping):
                 self._name,
             )
         return False
+
+    def _tell_none_waits(self) -> None:
+        if not (self._waited or self._told or len(self._pipeline.buckets) == 1):
+            self._told = True
+            _log.info(
+                "%s is stepped in step(): somebody could use each of its parameters or gradients without a word, "
+                "as they are of a type of its own, such as FSDP2's, or share their memory",
+                self._name,
+            )
 
     def _can_wait(self, bucket: Bucket, changing: Set[Param]) -> bool:
         """Whether it is not there yet, and nobody can use anything of it without a word."""
