@@ -159,7 +159,7 @@ class PlannedPolicy(Policy):
         self._most_blocks = 0  # the budget
         self._most_through = 0  # the uses by then, if backward was through
         self._kept = 0  # of optimizer states, when the step began
-        self._settled = True  # whether they were by then
+        self._settled_then = True  # whether they were settled by then
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
         self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
         self._reserve = 0  # what plans leave free for the next
@@ -278,7 +278,7 @@ class PlannedPolicy(Policy):
     def _begin(self, number: int) -> None:
         self._end({})  # where nobody said so
         self._most = self._most_blocks = 0
-        self._kept, self._settled = self.states.kept, self.states.settled
+        self._kept, self._settled_then = self.states.kept, self.states.settled
         if self._treatments is not None:
             self._treatments.begin()
         self._player.begin(number, may_rest=self._asks is _PLAYED)
@@ -303,7 +303,7 @@ class PlannedPolicy(Policy):
             if self._treatments is not None:
                 self._treatments.states_moved()
             self._untimed = _PATIENCE
-        if self.states.settled and not self._settled:
+        if self.states.settled and not self._settled_then:
             self._forget(step)
         self._untimed = 0 if StepMeasured in self._asks else self._untimed + 1
         self._strays = self._strays + 1 if step.deviates or self._repertoire.apart(step.variant.more) else 0

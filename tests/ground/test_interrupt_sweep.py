@@ -19,6 +19,7 @@ from tiered_mem.tiers.measure import measured_tier, room_for
 # What only reads, makes an object of its own, or does no more than call what is not interrupted.
 HARMLESS = {
     "absence.py": ["__init__"],
+    "agreement.py": ["<lambda>", "_stepped"],
     "__init__.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
     "arguments.py": ["<genexpr>", "instance", "items", "one_of", "whole_number", "yes_or_no"],
     "attachment.py": [
@@ -31,8 +32,9 @@ HARMLESS = {
         *("<genexpr>", "<lambda>", "<listcomp>", "__init__", "movable", "of_layers", "of_loop", "restart", "sync"),
     ],
     "device.py": ["<setcomp>", "check_some_here", "owns"],
+    "disk_and_states.py": ["crossing"],
     "filesystem.py": ["memory_at", "pages"],
-    "guarded.py": ["__torch_function__", "guard_of"],
+    "guarded.py": ["__torch_function__", "_all_guarded", "guard_of"],
     "hooks.py": ["call", "is_checkpoint", "load"],
     "layer_order.py": ["__init__", "check"],
     "layout.py": ["params_of"],

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device.device import Device
-from ..device.torch_private import as_dtensor, storage_id
+from ..device.torch_private import AsPlainTensors, as_dtensor, storage_id
 from ..ground.wrappers import Rebuild, copied, plain_tensors, take_apart
 
 Param = torch.Tensor
@@ -199,7 +199,10 @@ def lies_in(value: object, param: Param) -> bool:
 
     The optimizer would go on with the parameter, and not with what was moved and brought back.
     """
-    return isinstance(value, torch.Tensor) and not _storages(value).isdisjoint(_storages(param))
+    if not isinstance(value, torch.Tensor):
+        return False
+    with AsPlainTensors():  # a parameter that waits for something is not asked for by this
+        return not _storages(value).isdisjoint(_storages(param))
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Param]:
