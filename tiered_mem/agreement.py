@@ -66,10 +66,10 @@ class Agreement:
         self._forwards += 1
         if self._said:
             self._settle(self._verdicts.wait(_PATIENCE_S))
-        elif self._forwards == _WITHOUT_STEP and (alone := self._shortfall()) is not None:
-            self.close()
-            raise alone
+        elif self._forwards == _WITHOUT_STEP:
+            self._settle(None)
 
+    @uninterrupted
     def stepped(self) -> None:
         """An optimizer of this process has made a step."""
         if self._said or not self._forwards or self._turn.mine:
@@ -89,12 +89,18 @@ class Agreement:
         self._settled = self._policy.alone = True
         self._hook.remove()
 
-    @uninterrupted
     def _shortfall(self) -> BudgetTooSmall | None:
         with self._turn:
             return self._policy.shortfall(self._peak.look())
 
-    def _settle(self, missing: Sequence[str]) -> None:
+    @uninterrupted
+    def _settle(self, missing: Sequence[str] | None) -> None:
+        """missing: who has said nothing. None: this one has no step to speak of, and ends alone if it must."""
+        if missing is None:
+            if (alone := self._shortfall()) is not None:
+                self.close()
+                raise alone
+            return
         self.close()
         if missing:
             _log.warning(

@@ -6,7 +6,7 @@ import ast
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from tests.models import Stack
 from tiered_mem import TieringManager
-from tiered_mem.ground.interrupts import Interrupts, uninterrupted_codes
+from tiered_mem.ground.interrupts import Interrupts, keepers
 from tiered_mem.policies import LRUPolicy
 
 ROOT = Path(__file__).parents[2]
@@ -79,20 +79,13 @@ class Sweep:
         except Interrupt:
             self.inside.add(name_of(frame.f_code))
         else:
-            keeping = [each.f_code for each in stack(frame) if each.f_code in uninterrupted_codes()]
+            keeping = [*keepers(frame)]
             if len(keeping) == 1:
                 keeper = f"{keeping[0].co_filename}:{keeping[0].co_firstlineno}"
                 self.alone.add((keeper, name_of(frame.f_code)))
         finally:
             self._asking = False
         return self._trace
-
-
-def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frame, what called it, and so on."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def name_of(code: CodeType) -> str:

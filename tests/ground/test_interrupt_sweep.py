@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.ground.interrupted import Sweep, marked, spilling_manager, train
@@ -19,7 +20,7 @@ from tiered_mem.tiers.measure import measured_tier, room_for
 # What only reads, makes an object of its own, or does no more than call what is not interrupted.
 HARMLESS = {
     "absence.py": ["__init__"],
-    "agreement.py": ["<lambda>", "_stepped"],
+    "agreement.py": ["<lambda>", "_stepped", "forward_begins"],
     "__init__.py": ["__init__", "_check_num_layers", "get_cpu_offload_context"],
     "arguments.py": ["<genexpr>", "instance", "items", "one_of", "whole_number", "yes_or_no"],
     "attachment.py": [
@@ -47,6 +48,7 @@ HARMLESS = {
     ],
     "movable.py": ["<dictcomp>", "<listcomp>", "__init__", "_places_of"],
     "places.py": ["__init__"],
+    "node_verdicts.py": ["wait"],
     "planned.py": ["__init__", "check"],
     "player.py": ["__init__"],
     "rates.py": ["__init__"],
@@ -194,6 +196,23 @@ def recorded(place: str) -> None:
             loss.backward()
 
 
+def as_one_of_two_ranks(folder: Path, place: str) -> None:
+    """It says whether its budget is enough."""
+    model, x = small_stack(2, place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("MASTER_PORT", str(folder))
+        policy = PlannedPolicy("1GiB", Link(1e9, 1e9))
+        with TieringManager(policy=policy, device=place, host_bytes="1MiB") as manager:
+            offload = manager.offload_context(model.layers, min_bytes=1)
+            for _ in range(2):
+                with offload:
+                    loss = model(x)
+                loss.backward()
+                optimizer.step()
+
+
 def a_forgotten_manager(place: str) -> None:
     TieringManager(policy=ManualPolicy(), device=place, host_bytes="256KiB")
 
@@ -250,6 +269,7 @@ def test_no_line_of_the_bookkeeping_sees_an_interrupt(device: str, tmp_path: Pat
         sweep.run(partial(a_training, manager, place, tmp_path))
     for work in (a_forgotten_manager, recorded, by_the_drop_in, by_hand, by_layer_states):
         sweep.run(partial(work, "cpu"))
+    sweep.run(partial(as_one_of_two_ranks, tmp_path, "cpu"))
     sweep.run(partial(measured_tier, RemoteTier(room_for(MIB)), MIB))
     assert sweep.lines > 5000
     assert sorted(sweep.inside - MAY_BE_INTERRUPTED) == []

@@ -10,7 +10,7 @@ import weakref
 
 # signal.getsignal makes an enum of each answer, which takes ten times as long.
 from _signal import getsignal  # type: ignore[import-not-found]
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -27,11 +27,6 @@ def uninterrupted(function: F) -> F:
     """While the function runs in the main thread, no handler of a signal runs. A call costs nothing more."""
     _CODES.add(cast(FunctionType, function).__code__)
     return function
-
-
-def uninterrupted_codes() -> frozenset[CodeType]:
-    """The code of all such functions."""
-    return frozenset(_CODES)
 
 
 def interruptible(function: F) -> F:
@@ -125,7 +120,7 @@ class HeldBack:
         self._coming = False
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
-        if not _is_inside(frame):
+        if not any(keepers(frame)):
             try:
                 return self.handler(number, frame)
             except BaseException:
@@ -143,9 +138,9 @@ class HeldBack:
         _thread.interrupt_main(number)  # type: ignore[arg-type]
 
 
-def _is_inside(frame: FrameType | None) -> bool:
+def keepers(frame: FrameType | None) -> Iterator[CodeType]:
+    """The functions that keep handlers waiting while this runs, the innermost first."""
     while frame is not None and frame.f_code not in _FREE:
         if frame.f_code in _CODES:
-            return True
+            yield frame.f_code
         frame = frame.f_back
-    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from ..ground.interrupts import uninterrupted
 from .node_file import PID, NodeFile
 from .node_share import VERDICT, named, who
 
@@ -44,6 +45,7 @@ class NodeVerdicts:
         # By place: since when, the number of the rank, and its process.
         self._heard: dict[int, tuple[int, int, int]] = {}
 
+    @uninterrupted
     def begin(self) -> None:
         """From now on the others wait for this one's word."""
         if self._file.closed:
@@ -90,6 +92,7 @@ class NodeVerdicts:
                 if numbers[place + _SINCE] == since and numbers[place + _NEEDS]
             )
 
+    @uninterrupted
     def _missing(self) -> list[str]:
         if self._file.closed:
             return []
