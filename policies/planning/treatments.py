@@ -24,8 +24,6 @@ _BETTER = 0.02
 # A choice is made again where a rate, a size or a time is another by this share, and not before so many steps.
 _CHANGED = 0.05
 _PATIENCE = 16
-# So many rates, sizes and times decide how layers are treated.
-_BASIS = 7
 # So often a choice is made again since steps took other times.
 _CORRECTIONS = 3
 # So many steps are tried in one way, of which none could be planned for.
@@ -204,7 +202,8 @@ class Treatments:
         if plain is None or course.number + _PATIENCE > number:
             return
         basis = self._basis(course)
-        changed = [abs(new - old) > _CHANGED * old for new, old in zip(basis, course.basis, strict=True)]
+        before = course.basis or (0.0,) * len(basis)
+        changed = [abs(new - old) > _CHANGED * old for new, old in zip(basis, before, strict=True)]
         if not any(changed):
             return
         if course.done:
@@ -317,7 +316,7 @@ class _Course:
     corrections: int = 0
     choice: Choice = field(default_factory=dict)
     stitched: bool = False
-    basis: tuple[float, ...] = (0.0,) * _BASIS
+    basis: tuple[float, ...] = ()
     number: int = -_PATIENCE
 
     def all(self, how: How) -> Choice:
@@ -358,7 +357,7 @@ class _Course:
         self.trying, self.tries, self.done = None, 0, False
         self.expected, self.shown, self.corrections = 0.0, None, 0
         self.choice, self.stitched = {}, False
-        self.basis = (0.0,) * _BASIS
+        self.basis = ()
 
     def measured(self) -> Ways | None:
         """What can be chosen from; None where there is nothing."""

@@ -27,8 +27,8 @@ from .layout import (
     fields_of,
     leaf_at,
     leaves,
-    lies_in,
     on_cpu,
+    pieces_of,
     put_leaf,
     with_tensors,
 )
@@ -195,7 +195,7 @@ class Bucket:
 
     def _is_as_before(self, param: Param, path: Path, value: object, split: Splitter) -> bool:
         field = next((field for field in self.fields.get(param, ()) if field.path == path), None)
-        pieces = None if isinstance(value, Absent) or lies_in(value, param) else split(value)
+        pieces = None if isinstance(value, Absent) else pieces_of(param, value, split)
         if pieces is None:
             return field is None or not isinstance(value, torch.Tensor)
         return field is not None and field.describes(pieces)

@@ -81,7 +81,7 @@ def fields_of(param: Param, state: Mapping[Any, Any], split: Splitter, start: in
     """Where the tensors of a parameter's state that can move are to lie, from byte `start` on."""
     fields = []
     for path, value in leaves(state):
-        pieces = None if lies_in(value, param) else split(value)
+        pieces = pieces_of(param, value, split)
         if pieces is None:
             continue
         parts = []
@@ -178,11 +178,10 @@ class OwnTensors(Splitter):
         """Finds out what is shared now."""
         grads = [param.grad for param in params_of(self._optimizer)]
         users = Counter(
-            _storage(part)
+            storage
             for value in contents([vars(self._optimizer), grads])
             if isinstance(value, torch.Tensor)
-            for part in plain_tensors(value)
-            if part.layout is torch.strided and part.nbytes
+            for storage in _storages(value)
         )
         self._shared = {storage for storage, count in users.items() if count > 1}
 
@@ -194,15 +193,19 @@ class OwnTensors(Splitter):
         return tensor.untyped_storage().nbytes() == tensor.nbytes and _storage(tensor) not in self._shared
 
 
-def lies_in(value: object, param: Param) -> bool:
-    """Whether a value of a state is its parameter, or shares its memory, as `param.float()` may.
+def pieces_of(param: Param, value: object, split: Splitter) -> Pieces | None:
+    """What `split` makes of a value of a parameter's state. None, too, where that lies in the parameter."""
+    pieces = split(value)
+    return None if pieces is None or any(lies_in(each, param) for each in pieces.tensors) else pieces
+
+
+def lies_in(tensor: torch.Tensor, param: Param) -> bool:
+    """Whether a tensor of a state is its parameter, or shares its memory, as `param.float()` may.
 
     The optimizer would go on with the parameter, and not with what was moved and brought back.
     """
-    if not isinstance(value, torch.Tensor):
-        return False
     with AsPlainTensors():  # a parameter that waits for something is not asked for by this
-        return not _storages(value).isdisjoint(_storages(param))
+        return not set(_storages(tensor)).isdisjoint(_storages(param))
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Param]:
@@ -234,9 +237,10 @@ def without_gaps(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _storages(value: torch.Tensor) -> set[int]:
+def _storages(value: torch.Tensor) -> list[int]:
+    """Of each plain tensor that it consists of, and that has any bytes, the storage."""
     parts = plain_tensors(value)
-    return {_storage(part) for part in parts if part.layout is torch.strided and part.nbytes}
+    return [_storage(part) for part in parts if part.layout is torch.strided and part.nbytes]
 
 
 def _storage(tensor: torch.Tensor) -> int:
