@@ -118,13 +118,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if half := os.environ.get("SLOW_HALF"):
-        left_out = [
+        left_out = {
             item
             for item in items
             if item.get_closest_marker("slow") and zlib.crc32(item.path.name.encode()) % 2 != int(half)
-        ]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        }
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -186,6 +186,7 @@ def computed_again(manager: TieringManager, model: Stack, x: torch.Tensor) -> No
 
 def recorded(place: str) -> None:
     model, x = small_stack(2, place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = PlannedPolicy("1GiB", Link(1e9, 1e9))
     with TieringManager(policy=policy, device=place, host_bytes="1MiB") as manager:
         # A signal whose handler raises would break off the forward of an attached model.
@@ -194,23 +195,15 @@ def recorded(place: str) -> None:
             with offload:
                 loss = model(x)
             loss.backward()
+            optimizer.step()
 
 
 def as_one_of_two_ranks(folder: Path, place: str) -> None:
     """It says whether its budget is enough."""
-    model, x = small_stack(2, place)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("MASTER_PORT", str(folder))
-        policy = PlannedPolicy("1GiB", Link(1e9, 1e9))
-        with TieringManager(policy=policy, device=place, host_bytes="1MiB") as manager:
-            offload = manager.offload_context(model.layers, min_bytes=1)
-            for _ in range(2):
-                with offload:
-                    loss = model(x)
-                loss.backward()
-                optimizer.step()
+        recorded(place)
 
 
 def a_forgotten_manager(place: str) -> None:
