@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,12 +22,19 @@ LENGTHS = [SHORT] * 4 + [LONG, SHORT, LONG, LONG]
 
 
 def train(
-    model: torch.nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, lengths: list[int]
+    model: torch.nn.Module,
+    x: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    lengths: list[int],
+    *,
+    clip: float | None = None,
 ) -> list[float]:
     losses = []
     for length in lengths:
         loss = model(x[:length]).pow(2).mean()
         loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -40,19 +46,23 @@ def values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [states[number][name].cpu() for number in sorted(states) for name in sorted(states[number])]
 
 
-def test_states_stay_where_there_is_room_and_leave_when_steps_get_longer(
-    device: str, device_module: ModuleType, link: Link
-) -> None:
+def plain(
+    device: str, device_module: ModuleType, lengths: list[int], share: float, *, clip: float | None = None
+) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses and states of a run with all on the device, and a budget of so much of what it took."""
     model, x = make(device)
     floor = device_module.memory_allocated()
     device_module.reset_peak_memory_stats()
     optimizer = torch.optim.AdamW(model.parameters())
-    losses = train(model, x, optimizer, LENGTHS)
+    losses = train(model, x, optimizer, lengths, clip=clip)
     expected = values(optimizer)
-    peak = device_module.max_memory_allocated()
-    budget = int(floor + 0.5 * (peak - floor))
-    del model, optimizer
+    return losses, expected, int(floor + share * (device_module.max_memory_allocated() - floor))
 
+
+def test_states_stay_where_there_is_room_and_leave_when_steps_get_longer(
+    device: str, device_module: ModuleType, link: Link
+) -> None:
+    losses, expected, budget = plain(device, device_module, LENGTHS, 0.5)
     model, x = make(device)
     link("1GB/s")
     with (
@@ -80,25 +90,7 @@ def test_steps_beside_forward_are_planned_for(
     residency: Any, overlap: Any, device: str, device_module: ModuleType, link: Link
 ) -> None:
     """Gradients that wait and the window of states are on the device in forward then."""
-
-    def steps(optimizer: torch.optim.Optimizer, count: int) -> Iterator[float]:
-        for _ in range(count):
-            loss = model(x).pow(2).mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield loss.item()
-
-    model, x = make(device)
-    floor = device_module.memory_allocated()
-    device_module.reset_peak_memory_stats()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = list(steps(optimizer, 16))
-    expected = values(optimizer)
-    budget = int(floor + 0.6 * (device_module.max_memory_allocated() - floor))
-    del model, optimizer
-
+    losses, expected, budget = plain(device, device_module, [LONG] * 16, 0.6, clip=0.5)
     model, x = make(device)
     link("1GB/s")
     with (
@@ -110,8 +102,8 @@ def test_steps_beside_forward_are_planned_for(
         )
         most = Peak(device_module)
         waited = []
-        for loss, plain in zip(steps(optimizer, 16), losses, strict=True):
-            assert loss == plain
+        for loss in losses:
+            assert train(model, x, optimizer, [LONG], clip=0.5) == [loss]
             waited.append(optimizer.states.begun)
         assert most.read() <= budget + LARGEST  # as it is told of a block when that is there
         assert residency == "auto" or waited[1:] == [True] * 15
