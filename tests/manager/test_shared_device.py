@@ -107,9 +107,10 @@ def test_steps_beside_forward_are_planned_for(
             waited.append(optimizer.states.begun)
         assert most.read() <= budget + LARGEST  # as it is told of a block when that is there
         assert residency == "auto" or waited[1:] == [True] * 15
-        assert waited[-1]
         assert optimizer.overlap == "forward"
         report = manager.report().as_dict()
+        # With "auto" they stay where the times of the steps say that activations had better move.
+        assert waited[-1] is (report["states_kept"] < optimizer.states.pipeline.nbytes)
         assert report["states_beside_forward"] == optimizer.states.pipeline.nbytes - report["states_kept"]
         assert report["states_beside_backward"] == 0
         assert equal(values(optimizer), expected)
