@@ -3,25 +3,18 @@
 This is for users and for policies of their own. Events that are told only to a policy that asks are in `base`.
 """
 
+from .actions import Action, Each, Fetch, Offload, Recompute, Release, Reload, Retain, Spill
 from .base import (
-    Action,
     Dropped,
-    Each,
     Event,
-    Fetch,
     ForwardBegin,
     ForwardEnd,
     HostPressure,
     LayerBegin,
     LayerEnd,
     ManualPolicy,
-    Offload,
     Policy,
-    Recompute,
-    Release,
-    Reload,
     Saved,
-    Spill,
 )
 from .layer_order import LayerOrderPolicy
 from .lru import LRUPolicy
@@ -54,6 +47,7 @@ __all__ = [
     "Recompute",
     "Release",
     "Reload",
+    "Retain",
     "Saved",
     "Spill",
     "SynchronizationDictPolicy",

@@ -8,23 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from .base import (
-    Action,
-    Advice,
-    Dropped,
-    Each,
-    Event,
-    Fetch,
-    ForwardBegin,
-    ForwardEnd,
-    HostPressure,
-    LayerBegin,
-    LayerEnd,
-    Policy,
-    Release,
-    Saved,
-    Spill,
-)
+from .actions import Action, Advice, Each, Fetch, Release, Spill
+from .base import Dropped, Event, ForwardBegin, ForwardEnd, HostPressure, LayerBegin, LayerEnd, Policy, Saved
 from .places import Place, Places
 
 G = TypeVar("G", bound="Graph")

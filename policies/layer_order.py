@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from ..ground.arguments import one_of, whole_number
-from .base import Action, Advice, Each, How, Offload, Recompute, Release, Reload
+from .actions import Action, Advice, Each, How, Offload, Recompute, Release, Reload
 from .by_layer import Graph, LayerPolicy, in_turn
 
 

@@ -9,20 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..sizes import format_bytes, parse_bytes
-from .base import (
-    Action,
-    Dropped,
-    Event,
-    Fetch,
-    HostPressure,
-    LayerBegin,
-    Offload,
-    Policy,
-    Release,
-    Reload,
-    Saved,
-    Spill,
-)
+from .actions import Action, Fetch, Offload, Release, Reload, Spill
+from .base import Dropped, Event, HostPressure, LayerBegin, Policy, Saved
 
 
 class LRUPolicy(Policy):

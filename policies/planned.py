@@ -9,10 +9,9 @@ from typing import Any
 
 from ..ground.arguments import instance, number, whole_number
 from ..sizes import format_bytes, parse_bytes
+from .actions import Action, Advice, Recompute
 from .base import (
     GATHERED_BYTES,
-    Action,
-    Advice,
     Dropped,
     Event,
     ExactMemory,
@@ -26,7 +25,6 @@ from .base import (
     MoreBlocks,
     OnRequest,
     Policy,
-    Recompute,
     Recomputed,
     Refused,
     Saved,

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..ground.arguments import items
-from .base import Action, Offload, Release, Reload
+from .actions import Action, Offload, Release, Reload
 from .by_layer import Graph, LayerPolicy
 
 

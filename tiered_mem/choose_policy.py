@@ -13,7 +13,8 @@ from typing import Any
 from .device.device import Device
 from .errors import TierFull
 from .ground.arguments import number, with_methods
-from .policies.base import Adapted, Advice, Event, Policy, StepBegin, StepEnd, StepMeasured
+from .policies.actions import Advice
+from .policies.base import Adapted, Event, Policy, StepBegin, StepEnd, StepMeasured
 from .policies.layer_order import LayerOrderPolicy
 from .policies.lru import LRUPolicy
 from .policies.planned import PlannedPolicy

@@ -37,8 +37,8 @@ from .phases.absence import Absence
 from .phases.modules import ModulePhases
 from .pictures.drawing import draw, drawable
 from .pictures.timeline import Timeline
-from .policies.base import Action, How, Policy
-from .policies.planned import PlannedPolicy
+from .policies import Action, PlannedPolicy, Policy
+from .policies.actions import How
 from .policies.planning.report import Report
 from .report import ScalarWriter, flatten, plan_report, stats_rows, summary
 from .sizes import parse_bytes

@@ -40,7 +40,7 @@ from benchmarks.planned.observed import ObservingPolicy
 from tiered_mem import TieringManager
 from tiered_mem.device.device import Device
 from tiered_mem.policies import LayerOrderPolicy, ManualPolicy
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 from tiered_mem.policies.planning.profile import Link
 from tiered_mem.policies.planning.stitching import RecordedStep, Way
 from tiered_mem.tiers.measure import measured_link

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiered_mem.policies.base import Action, Offload, Release, Reload
+from tiered_mem.policies.actions import Action, Offload, Release, Reload
 from tiered_mem.policies.by_layer import Graph, LayerPolicy
 
 

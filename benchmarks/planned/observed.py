@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from tiered_mem.policies.actions import Action
 from tiered_mem.policies.base import (
-    Action,
     Event,
     ExactMemory,
     Memory,

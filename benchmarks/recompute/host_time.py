@@ -40,7 +40,7 @@ from benchmarks.checkpointing import checkpointed
 from examples.devices import emulated, find_device
 from tiered_mem import TieringManager
 from tiered_mem.policies import LayerOrderPolicy
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 
 from .checked_step import GptStep, add_options
 

@@ -25,7 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.peak import Peak
 from tiered_mem import TieringManager
 from tiered_mem.policies import PlannedPolicy
-from tiered_mem.policies.base import Advice, Event, StepMeasured
+from tiered_mem.policies.actions import Advice
+from tiered_mem.policies.base import Event, StepMeasured
 from tiered_mem.policies.planning import Link
 
 from .links import MEASURED, PLAIN, SHARE, alone, shared

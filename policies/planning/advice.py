@@ -12,7 +12,7 @@ from ...sizes import format_bytes, format_seconds
 from .choosing import choose
 from .disk_and_states import Beside, StatesShare, explained, states_to_keep
 from .planner import least_memory, plan
-from .profile import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall, Profile
+from .profile import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall, Profile, copied_out
 from .recording import Name
 from .stitching import Choice, Ways
 from .treated import treatable
@@ -188,7 +188,7 @@ class Adviser:
 
 def moved(profile: Profile, made: Plan) -> int:
     """The bytes that a plan moves to the host."""
-    return sum(profile.nbytes[b] for b in made.release)
+    return sum(profile.nbytes[b] for b in copied_out(made.release, profile.earlier))
 
 
 def checkpointed(
@@ -279,7 +279,7 @@ class Stalls:
         self._link = link
         self._places = _places(names)
         self._clock = profile.clock
-        self._out = sorted(plan.release)
+        self._out = copied_out(plan.release, profile.earlier)
         self._back = sorted(plan.reload, key=lambda b: (plan.reload[b], profile.used[b]))
         self._late: list[float] = []  # before each stall
         late = 0.0

@@ -12,7 +12,7 @@ from itertools import accumulate, chain, pairwise, permutations, product, repeat
 from math import inf
 from typing import NamedTuple
 
-from ..base import How
+from ..actions import How
 from .disk_and_states import StatesShare
 from .planner import plan
 from .profile import BudgetTooSmall, Link, least_bytes, least_time

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .profile import Link, Moments
+from .profile import Link, Moments, copied_out
 
 _OUT, _RELEASE, _RELOAD, _USE = range(4)
 
@@ -49,7 +49,7 @@ def predict(moments: Moments, release: Mapping[int, int], reload: Mapping[int, i
 
     A copy begins when it is issued and those before it in its direction have ended. It has its share of its rate
     while the other direction is busy with what was issued before; what comes later is left out, so that on a link
-    whose directions share much the step may be longer.
+    whose directions share much the step may be longer. What has a copy on the host from an earlier time takes none.
     """
     clock, nbytes, saved, used = moments.clock, moments.nbytes, moments.saved, moments.used
     by_use, rank = moments.by_use, moments.use_rank
@@ -58,14 +58,15 @@ def predict(moments: Moments, release: Mapping[int, int], reload: Mapping[int, i
     mask = (1 << width) - 1
     step = width + 2
     out, released, back, use = (kind << width for kind in (_OUT, _RELEASE, _RELOAD, _USE))
-    events = [saved[b] << step | out | b for b in sorted(release)]
+    leaving = copied_out(release, moments.earlier)
+    events = [saved[b] << step | out | b for b in leaving]
     events += [g << step | released | b for b, g in release.items()]
     events += [g << step | back | rank[b] for b, g in reload.items() if g < len(clock)]
     events += [used[b] << step | use | rank[b] for b in reload if used[b] < len(clock)]
     events.sort()
     out_rate, back_rate, latency, both = link.out, link.back, link.latency, link.both
     late = out_free = back_free = 0.0
-    copied: dict[int, float] = {}
+    copied = dict.fromkeys(release.keys() - leaving, 0.0)
     arrived = [0.0] * len(nbytes)
     waits: list[PredictedWait] = []
     for event in events:

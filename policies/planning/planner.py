@@ -219,7 +219,11 @@ class Planner:
         """When the copy out of each block would end, behind those of the blocks that leave."""
         ends: list[float] = []
         free = 0.0
+        earlier = self._moments.earlier
         for b, (saved, seconds) in enumerate(zip(self._saved_at, self._copying, strict=True)):
+            if earlier[b] in release:
+                ends.append(saved)
+                continue
             end = (saved if saved > free else free) + seconds
             ends.append(end)
             if b in release:

@@ -8,22 +8,8 @@ from enum import Enum
 from math import inf
 from typing import Any
 
-from ..base import (
-    Action,
-    Event,
-    ExactMemory,
-    Fetch,
-    HostPressure,
-    LayerBegin,
-    Memory,
-    Offload,
-    Release,
-    Reload,
-    Spill,
-    StepEnd,
-    Used,
-    after,
-)
+from ..actions import Action, Fetch, Offload, Release, Reload, Spill, after
+from ..base import Event, ExactMemory, HostPressure, LayerBegin, Memory, StepEnd, Used
 from ..lru import LRUPolicy
 from ..places import ON_DEVICE, Place, Placed, Places
 from .recording import Name, Repetition, Script

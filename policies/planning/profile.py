@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -29,6 +29,8 @@ class Profile:
     backward[b]: the position at which the backward of its layer begins; blocks with the same one return together.
     loose[b]: the first position at which its release frees its memory, as nobody beside backward has it any more.
         Empty means that it is the one after the save.
+    earlier[b]: the block whose bytes it has, after that has been used; -1 for none. Where that one has left, its
+        copy on the host can be retained, and this one leaves without another. Empty means that there are none.
 
     Raises ValueError for sequences that do not fit together, and for lives that are not in this order.
     """
@@ -42,6 +44,7 @@ class Profile:
     backward: Sequence[int]
     standing: Sequence[int] = ()
     loose: Sequence[int] = ()
+    earlier: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         positions, blocks = len(self.seconds), len(self.nbytes)
@@ -50,12 +53,14 @@ class Profile:
                 f"seconds are of {positions} positions, unmovable of {len(self.unmovable)}, "
                 f"standing of {len(self.standing)}"
             )
-        loose = len(self.loose) or blocks
-        if {len(self.saved), len(self.used), len(self.dropped), len(self.backward), loose} != {blocks}:
+        loose, earlier = len(self.loose) or blocks, len(self.earlier) or blocks
+        if {len(self.saved), len(self.used), len(self.dropped), len(self.backward), loose, earlier} != {blocks}:
             raise ValueError(
                 f"nbytes are of {blocks} blocks, saved of {len(self.saved)}, used of {len(self.used)}, dropped of "
-                f"{len(self.dropped)}, backward of {len(self.backward)}, loose of {loose}"
+                f"{len(self.dropped)}, backward of {len(self.backward)}, loose of {loose}, earlier of {earlier}"
             )
+        if any(e >= b for b, e in enumerate(self.earlier)):
+            raise ValueError("a block cannot have the bytes of one that is saved later")
         before = 0
         for b, (saved, used, dropped) in enumerate(zip(self.saved, self.used, self.dropped, strict=True)):
             if not before <= saved < used <= dropped <= positions:
@@ -98,7 +103,8 @@ class Profile:
     def moments(self) -> Moments:
         """The positions as the planner sees them."""
         loose = self.loose or [saved + 1 for saved in self.saved]
-        return Moments(self.clock, self.full, self.nbytes, self.saved, loose, self.used, self.dropped)
+        earlier = self.earlier or [-1] * len(self.nbytes)
+        return Moments(self.clock, self.full, self.nbytes, self.saved, loose, self.used, self.dropped, earlier)
 
     @property
     def transient(self) -> list[int]:
@@ -186,7 +192,8 @@ class Moments:
 
     Of each moment: full, the most bytes of device memory if no block ever leaves; clock, when it comes, in seconds
     from the beginning and without stalls; action, the position at which its actions are taken. Of each block, as in
-    a `Profile`: nbytes, and the moments saved, used and dropped; and loose, the first at which it may be released.
+    a `Profile`: nbytes and earlier, and the moments saved, used and dropped; and loose, the first at which it may
+    be released.
     total: the bytes of all of them. end: the seconds of the step.
     by_use: the blocks in the order of their first uses. use_rank: the place of each in it.
 
@@ -202,6 +209,7 @@ class Moments:
         loose: Sequence[int],
         used: Sequence[int],
         dropped: Sequence[int],
+        earlier: Sequence[int],
     ) -> None:
         positions = len(full)
         drops = bytearray(positions + 1)
@@ -212,7 +220,7 @@ class Moments:
         self.full = [max(full[a:z]) for a, z in zip(bounds, bounds[1:])]  # noqa: B905, RUF007 - fast
         self.clock = [clock[k] for k in self.action]
         self.end = clock[-1]
-        self.nbytes = list(nbytes)
+        self.nbytes, self.earlier = list(nbytes), earlier
         self.total = sum(self.nbytes)
         self.saved = [place[k] for k in saved]
         self.loose = [max(g + 1, bisect_left(self.action, k)) for g, k in zip(self.saved, loose, strict=True)]
@@ -376,6 +384,14 @@ class BudgetTooSmall(ValueError):
         )
 
 
+def copied_out(leaving: Collection[int], earlier: Sequence[int]) -> list[int]:
+    """Of the blocks that leave, those that have to be copied to the host, in the order of their saves.
+
+    earlier: as a `Profile` has it.
+    """
+    return [b for b in sorted(leaving) if not earlier or earlier[b] not in leaving]
+
+
 def floor(moments: Moments) -> tuple[int, int, int]:
     """The least budget that a plan can keep, the moment that needs it, and the bytes there that are no blocks.
 
@@ -413,9 +429,10 @@ def least_seconds(moments: Moments, budget: int, link: Link) -> float:
     """
     saves = [0] * (len(moments) + 1)
     uses = [0] * (len(moments) + 1)
-    for n, s, u in zip(moments.nbytes, moments.saved, moments.used, strict=True):
-        saves[s] += n
+    for n, s, u, earlier in zip(moments.nbytes, moments.saved, moments.used, moments.earlier, strict=True):
         uses[u] += n
+        if earlier < 0:
+            saves[s] += n  # what is away then was copied once, and that may have been earlier
     lasts = map(float.__sub__, [*moments.clock[1:], moments.end], moments.clock)
     needs = [full - budget for full in moments.full]
     return least_time(zip(lasts, needs, saves, uses), moments.total, link)  # noqa: B905 - these have an end

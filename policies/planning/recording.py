@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
-from ..base import Action, Dropped, Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, Memory, Saved, Used
+from ..actions import Action
+from ..base import Dropped, Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, Memory, Saved, Used
 from .profile import Profile
 
 
@@ -145,7 +146,7 @@ class Recording:
         columns = [list(column) for column in zip(*lives, strict=True)] or [[] for _ in range(7)]
         nbytes, saved, used, dropped, backward, loose, names = columns
         fates = nbytes, saved, used, dropped, backward
-        return Profile(list(seconds), self._unmovable, *fates, self.standing, loose), names
+        return Profile(list(seconds), self._unmovable, *fates, self.standing, loose, earlier_lives(names)), names
 
     def _lives(
         self, name: Name, block: _Life, begins: Sequence[int]
@@ -204,6 +205,19 @@ Name = tuple[Any, ...]
 def whole(life: Name) -> Name:
     """The name of a block, by that of one of its lives."""
     return life[:3]
+
+
+def earlier_lives(lives: Sequence[Name]) -> list[int]:
+    """Of each life the place of the one before it of the same block; -1 for none. Empty where no block has two."""
+    places = {life: place for place, life in enumerate(lives)}
+    earlier = [-1 if life == whole(life) else places.get(_before(life), -1) for life in lives]
+    return earlier if max(earlier, default=-1) >= 0 else []
+
+
+def _before(life: Name) -> Name:
+    """The name of a block's life before one that is not its first."""
+    number = life[3] - 1
+    return (*whole(life), number) if number else whole(life)
 
 
 class StepNames:

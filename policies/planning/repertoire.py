@@ -223,6 +223,8 @@ class Repertoire:
         self, recording: Recording, seconds: Sequence[float], update: int, others: int = 0
     ) -> tuple[Profile, list[Name]]:
         profile, blocks = recording.profile(seconds)
+        if self.link.drive is not None:
+            profile = replace(profile, earlier=())  # what stays on the host beside that goes on to the drive
         *unmovable, last = profile.unmovable
         profile = replace(profile, unmovable=[*unmovable, max(last, others)])
         if self.states.step_peak:

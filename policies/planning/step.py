@@ -7,19 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from ..base import (
-    Action,
-    Dropped,
-    Event,
-    ExactMemory,
-    ForwardBegin,
-    ForwardEnd,
-    LayerBegin,
-    Memory,
-    Release,
-    Saved,
-    Used,
-)
+from ..actions import Action, Release
+from ..base import Dropped, Event, ExactMemory, ForwardBegin, ForwardEnd, LayerBegin, Memory, Saved, Used
 from .recording import Name, Recording, Repetition, StepNames, Transcript
 from .repertoire import COMPARED, Known, Variant
 from .stitching import Choice

@@ -10,9 +10,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ..base import How
+from ..actions import How
 from .profile import Profile
-from .recording import Name
+from .recording import Name, earlier_lives
 
 # How a layer is treated; None keeps all that it saves.
 Way = How | None
@@ -271,9 +271,9 @@ class _Stitching:
         self._begins.append(len(self._names))
         lives = [self._life(way, b) for way, b in self._blocks]
         nbytes, saved, used, dropped, backward, loose = map(list, zip(*lives, strict=True)) if lives else [[]] * 6
-        profile = Profile(
-            self._seconds, self._unmovable, nbytes, saved, used, dropped, backward, self._standing, loose
-        )
+        fates = nbytes, saved, used, dropped, backward
+        earlier = earlier_lives(blocks)
+        profile = Profile(self._seconds, self._unmovable, *fates, self._standing, loose, earlier)
         return RecordedStep(self._names, blocks, profile)
 
     def _add(self, part: int, way: Way, level: int, own: Collection[Name]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from ..base import Action, Fetch, Offload, Release, Reload, Spill
+from ..actions import Action, Fetch, Offload, Release, Reload, Retain, Spill
 from .profile import DiskPlan, Plan, Profile
 from .recording import Name, Recording, Script, StepNames, whole
 
@@ -48,6 +48,7 @@ class Table:
         offload = profile.saved if self.disk is None else self.disk.offload
         reload = plan.reload if self.disk is None else self.disk.reload
         in_order = sorted(reload, key=lambda b: (reload[b], profile.used[b]))
+        again = {earlier for b, earlier in enumerate(profile.earlier) if b in plan.release}
         for b in sorted(plan.release):
             steps[self.names[offload[b]]].append((Offload, self.blocks[b]))
         if self.disk is not None:
@@ -55,6 +56,8 @@ class Table:
                 steps[self.names[offload[b]]].append((Spill, self.blocks[b]))
         for b in sorted(plan.release, key=plan.release.__getitem__):
             steps[self.names[plan.release[b]]].append((Release, self.blocks[b]))
+            if b in again:
+                steps[self.names[plan.release[b]]].append((Retain, self.blocks[b]))
         if self.disk is not None:
             for b, k in sorted(self.disk.fetch.items(), key=lambda item: reload[item[0]]):
                 steps[self.names[k]].append((Fetch, self.blocks[b]))

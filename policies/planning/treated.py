@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...sizes import format_bytes, format_seconds
-from ..base import How
+from ..actions import How
 from .disk_and_states import StatesShare, states_to_keep
 from .planner import least_memory
 from .profile import BudgetTooSmall, Link, Profile

@@ -7,7 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 
-from ..base import How, LayerBegin, LayerEnd, Recomputed
+from ..actions import How
+from ..base import LayerBegin, LayerEnd, Recomputed
 from .choosing import choose
 from .profile import BudgetTooSmall
 from .repertoire import TRIED, Known, Repertoire, Variant

@@ -12,7 +12,7 @@ from torch import nn
 from tests.models import equal
 from tiered_mem import TieringManager
 from tiered_mem.policies import Event, LayerOrderPolicy, Saved
-from tiered_mem.policies.base import Advice
+from tiered_mem.policies.actions import Advice
 
 
 class Block(nn.Module):

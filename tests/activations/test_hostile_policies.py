@@ -25,11 +25,12 @@ from tiered_mem.policies import (
     Offload,
     Release,
     Reload,
+    Retain,
     Saved,
     Spill,
 )
 
-KINDS = (Offload, Release, Reload, Spill, Fetch)
+KINDS = (Offload, Release, Reload, Retain, Spill, Fetch)
 
 
 class Answers:

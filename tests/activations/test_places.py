@@ -20,7 +20,7 @@ class Reading(Policy):
     """Answers anything, and looks in each call whether what is on the device adds up."""
 
     def __init__(self, seed: int) -> None:
-        self._answers = HostilePolicy(seed, [4, 4, 2, 3, 2], 0.7)
+        self._answers = HostilePolicy(seed, [4, 4, 2, 2, 3, 2], 0.7)
         self.looks = 0
         self.seen: set[Place] = set()
 

@@ -27,11 +27,10 @@ from tiered_mem.policies import (
     Reload,
     Saved,
 )
+from tiered_mem.policies.actions import Advice, Recompute
 from tiered_mem.policies.base import (
-    Advice,
     ExactMemory,
     Memory,
-    Recompute,
     Recomputed,
     Refused,
     StepBegin,

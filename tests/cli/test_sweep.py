@@ -9,7 +9,7 @@ import pytest
 from tests.policies.simulated.steps import budget_between
 from tests.policies.simulated.treated import decoder
 from tiered_mem.cli.sweep import BudgetRow, Sweep
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 from tiered_mem.policies.planning import Link, plan
 from tiered_mem.policies.planning.disk_and_states import StatesShare
 from tiered_mem.policies.planning.stitching import Ways

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from tiered_mem.policies import Event, LayerBegin, LayerOrderPolicy, Policy, Recompute
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 
 HOWS: tuple[How, ...] = ("cheap", "full")
 

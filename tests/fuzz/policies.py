@@ -22,13 +22,14 @@ from tiered_mem.policies import (
     Policy,
     Release,
     Reload,
+    Retain,
     Saved,
     Spill,
     SynchronizationDictPolicy,
 )
 from tiered_mem.policies.planning import BudgetTooSmall
 
-ACTIONS: tuple[Callable[[int], Action], ...] = (Offload, Release, Reload, Spill, Fetch)
+ACTIONS: tuple[Callable[[int], Action], ...] = (Offload, Release, Reload, Retain, Spill, Fetch)
 
 
 class HostilePolicy:

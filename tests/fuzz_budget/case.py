@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from tests.fuzz_budget.models import COSTS, KINDS, ModelPlan
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 
 MIB = 1 << 20
 # Of the tensors of one forward, and of all forwards, at most; but two layers, and four steps.

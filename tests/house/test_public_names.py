@@ -33,7 +33,7 @@ PUBLIC = {
     "tiered_mem.policies": """
         Action Dropped Each Event Fetch ForwardBegin ForwardEnd HostPressure LRUPolicy LayerBegin LayerEnd
         LayerOrderPolicy Link ManualPolicy Offload Place Placed Places PlannedPolicy Policy Recompute Release Reload
-        Saved Spill SynchronizationDictPolicy
+        Retain Saved Spill SynchronizationDictPolicy
     """,
 }
 # Packages of the product's own, which say for mypy what they hand on.
@@ -57,7 +57,7 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_they_are_few() -> None:
-    assert sum(len(names.split()) for module, names in PUBLIC.items() if module not in THEIRS) <= 59
+    assert sum(len(names.split()) for module, names in PUBLIC.items() if module not in THEIRS) <= 60
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: E402
 from tests.models import Stack  # noqa: E402
 from tiered_mem import TieringManager  # noqa: E402
 from tiered_mem.policies import LayerOrderPolicy  # noqa: E402
-from tiered_mem.policies.base import How  # noqa: E402
+from tiered_mem.policies.actions import How  # noqa: E402
 
 HOWS: tuple[How, ...] = ("cheap", "full")
 RANK = int(os.environ["RANK"])

@@ -21,10 +21,11 @@ from tiered_mem.policies import (
     Policy,
     Release,
     Reload,
+    Retain,
     Saved,
     Spill,
 )
-from tiered_mem.policies.base import after
+from tiered_mem.policies.actions import after
 from tiered_mem.policies.places import Placed, Places
 
 
@@ -55,7 +56,7 @@ def check_policy(make: Callable[[], Policy], min_layers: int = 0) -> None:
                     for key in keys:
                         places.remove(places.by_key[key])
             for action in policy.decide(event):
-                assert isinstance(action, Offload | Release | Reload | Spill | Fetch)
+                assert isinstance(action, Offload | Release | Reload | Retain | Spill | Fetch)
                 assert action.key in live, f"{action} after {event} names a block that is not alive"
                 block = places.by_key[action.key]
                 if (done := after(type(action), block.place, block.sinking)) is not None:

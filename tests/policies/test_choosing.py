@@ -17,7 +17,7 @@ import pytest
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Op, budget_between, build, one_forward_one_backward
 from tests.policies.simulated.treated import WAYS, Model, decoder, recorded, small_model
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 from tiered_mem.policies.planning import BudgetTooSmall, Link, choosing, plan
 from tiered_mem.policies.planning.choosing import Chosen, choose
 from tiered_mem.policies.planning.disk_and_states import StatesShare

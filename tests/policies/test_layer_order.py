@@ -24,7 +24,7 @@ from tiered_mem.policies import (
     Reload,
     Saved,
 )
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 
 Schedule = dict[int | str, list[int]]
 GRAPH = 0

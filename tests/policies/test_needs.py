@@ -18,7 +18,8 @@ from tests.policies.simulated.steps import (
 from tiered_mem.policies import (
     PlannedPolicy,
 )
-from tiered_mem.policies.base import Advice, Event, StepEnd
+from tiered_mem.policies.actions import Advice
+from tiered_mem.policies.base import Event, StepEnd
 from tiered_mem.policies.planning import BudgetTooSmall
 
 

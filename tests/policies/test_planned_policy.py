@@ -36,7 +36,8 @@ from tiered_mem.policies import (
     Reload,
     Spill,
 )
-from tiered_mem.policies.base import Advice, ExactMemory, Memory, StepBegin, StepEnd, StepMeasured, Used
+from tiered_mem.policies.actions import Advice
+from tiered_mem.policies.base import ExactMemory, Memory, StepBegin, StepEnd, StepMeasured, Used
 from tiered_mem.policies.planning import BudgetTooSmall, Link, plan
 from tiered_mem.policies.planning.profile import floor
 

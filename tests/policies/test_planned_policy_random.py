@@ -35,7 +35,8 @@ from tiered_mem.policies import (
     Reload,
     Spill,
 )
-from tiered_mem.policies.base import Advice, Recompute, Refused, StepBegin, StepEnd, StepMeasured, Used
+from tiered_mem.policies.actions import Advice, Recompute
+from tiered_mem.policies.base import Refused, StepBegin, StepEnd, StepMeasured, Used
 from tiered_mem.policies.planned import _STRAYS
 from tiered_mem.policies.planning import BudgetTooSmall, Link
 

@@ -159,6 +159,30 @@ def test_a_block_whose_copy_has_ended_is_taken_rather_than_one_that_is_used_late
     assert (made.release, made.reload, made.stalls) == ({1: 3}, {1: 4}, ())
 
 
+def test_a_block_that_has_left_before_leaves_again_without_a_copy() -> None:
+    """The second block has the bytes of the first. Each leaves a position after its save, and takes two to copy."""
+    step = Profile(
+        [1.0] * 10,
+        [0, 0, 8, 8, 0, 0, 8, 8, 0, 0],
+        [8, 8],
+        [0, 5],
+        [4, 8],
+        [5, 9],
+        [4, 8],
+    )
+    link = Link(4.0, 8.0, latency=0.0)
+    copied, retained = (plan(replace(step, earlier=earlier), 8, link) for earlier in ((), (-1, 0)))
+    assert copied.release == retained.release == {0: 2, 1: 6}
+    waits = [[(stall.position, stall.cause, stall.seconds) for stall in made.stalls] for made in (copied, retained)]
+    reloads = [(4, Cause.RELOAD, 1.0), (8, Cause.RELOAD, 1.0)]
+    assert waits == [[reloads[0], (6, Cause.RELEASE, 1.0), reloads[1]], reloads]
+
+
+def test_a_block_has_the_bytes_of_one_before_it() -> None:
+    with pytest.raises(ValueError, match="saved later"):
+        Profile([1.0] * 4, [0] * 4, [8], [0], [2], [3], [2], earlier=[0])
+
+
 def test_blocks_that_backward_never_uses_do_not_come_back() -> None:
     step = Profile([1.0] * 4, [0] * 4, [8, 8], [0, 1], [3, 3], [3, 3], [3, 3])
     made = plan(step, 8, Link(8.0, 8.0))

@@ -11,7 +11,7 @@ import pytest
 from tests.policies.simulated.random_steps import MIB
 from tests.policies.simulated.steps import Layer, Op, one_forward_one_backward
 from tests.policies.simulated.treated import WAYS, Model, decoder
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 from tiered_mem.policies.planning.profile import Profile
 from tiered_mem.policies.planning.recording import Name
 from tiered_mem.policies.planning.stitching import Backward, RecordedStep, Ways

@@ -11,7 +11,7 @@ from tests.policies.simulated.steps import budget_between
 from tests.policies.simulated.treated import decoder
 from tests.policies.test_treatments import LAYERS, LINK, SETTLED, Training
 from tiered_mem.policies import PlannedPolicy
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 from tiered_mem.policies.planning import plan
 from tiered_mem.policies.planning.advice import Adviser
 from tiered_mem.policies.planning.disk_and_states import StatesShare

@@ -12,7 +12,8 @@ from tests.policies.simulated.steps import INPUT, Compute, Instruction, Step, bu
 from tests.policies.simulated.strange_steps import twice
 from tests.policies.simulated.treated import Model, decoder
 from tiered_mem.policies import LayerBegin, PlannedPolicy, Saved
-from tiered_mem.policies.base import ExactMemory, How, Used
+from tiered_mem.policies.actions import How
+from tiered_mem.policies.base import ExactMemory, Used
 from tiered_mem.policies.planning import Link
 from tiered_mem.policies.planning.step import StepUnderWay
 

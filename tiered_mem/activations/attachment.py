@@ -29,7 +29,7 @@ from ..device.torch_private import (
     saving_hooks_allowed,
 )
 from ..ground.interrupts import uninterrupted
-from ..policies.base import How
+from ..policies.actions import How
 from .driver import Activations
 from .hooks import ForwardPass, drop_ended_hooks, is_checkpoint, is_method_of, only_inlined, untraced_later
 from .layers import LayerCalls, parts_around

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from ..device.torch_private import is_compiled, tree_unflatten
 from ..errors import NotRepeatable
-from ..policies.base import How
+from ..policies.actions import How
 from .operators import tensors_among
 
 

@@ -17,7 +17,8 @@ from ..device.device import Device
 from ..ground.arguments import instance, items, whole_number, yes_or_no
 from ..ground.interrupts import Interrupts, uninterrupted
 from ..ground.stats import Counters
-from ..policies.base import How, ManualPolicy, Policy
+from ..policies.actions import How
+from ..policies.base import ManualPolicy, Policy
 from ..policies.planned import PlannedPolicy
 from ..sizes import format_bytes, parse_bytes
 from .attachment import Attachment, Followed, HookOwner, ModelForwards, end_apart, is_attached, keep_apart

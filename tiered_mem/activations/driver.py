@@ -15,16 +15,25 @@ from ..errors import Closed
 from ..ground.interrupts import uninterrupted
 from ..ground.stats import Counters, Reason
 from ..ground.turn import Turn
+from ..policies.actions import (
+    Action,
+    Advice,
+    Each,
+    Fetch,
+    Offload,
+    Recompute,
+    Release,
+    Reload,
+    Retain,
+    Spill,
+    by_kind,
+)
 from ..policies.base import (
     BOUNDARIES,
     GATHERED_BYTES,
-    Action,
-    Advice,
     Dropped,
-    Each,
     Event,
     ExactMemory,
-    Fetch,
     ForwardBegin,
     ForwardEnd,
     HostPressure,
@@ -33,21 +42,15 @@ from ..policies.base import (
     LayerMemory,
     Memory,
     MoreBlocks,
-    Offload,
     OnRequest,
     Policy,
-    Recompute,
     Recomputed,
     Refused,
-    Release,
-    Reload,
     Saved,
-    Spill,
     StepBegin,
     StepEnd,
     StepMeasured,
     Used,
-    by_kind,
 )
 from ..policies.places import Place
 from ..trace.recorder import StepMeter, Trace
@@ -246,6 +249,7 @@ class PolicyActions:
             Offload: store.offload,
             Release: store.release,
             Reload: store.reload_early,
+            Retain: store.retain,
             Spill: store.spill,
             Fetch: store.fetch,
         }

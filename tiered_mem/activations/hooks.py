@@ -27,17 +27,8 @@ from ..device.torch_private import (
 from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
-from ..policies.base import (
-    Event,
-    ForwardBegin,
-    ForwardEnd,
-    How,
-    LayerBegin,
-    LayerEnd,
-    MoreBlocks,
-    Recompute,
-    Recomputed,
-)
+from ..policies.actions import How, Recompute
+from ..policies.base import Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks, Recomputed
 from .block import Block, Origin, View, origin_of
 from .movable import Movable, Stayed, has_storage, is_weight
 

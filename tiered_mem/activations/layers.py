@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch.nn import Module, ModuleList, Sequential
 
 from ..device.torch_private import tree_leaves
-from ..policies.base import How
+from ..policies.actions import How
 from .hooks import ForwardPass, computes_again, is_checkpoint, refuse_rivals
 from .operators import tensors_among
 from .recompute import RecomputedCall, Recomputer

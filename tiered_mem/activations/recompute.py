@@ -31,7 +31,7 @@ from ..errors import ChangedTensor, NotRepeatable
 from ..ground.arguments import one_of
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import plain_tensors
-from ..policies.base import How
+from ..policies.actions import How
 from .call import Call, Kind, contents, holds_more, host_random, parts_of
 from .hooks import ForwardPass, Saved, is_checkpoint, saving_hook
 from .operators import (

@@ -17,7 +17,8 @@ from ..device.transfer import Ticket, TransferEngine
 from ..errors import Closed, PolicyError, TierFull, changed_tensor
 from ..ground.arguments import one_of
 from ..ground.stats import Counters, Moved
-from ..policies.base import Action, Advice, Each, HostPressure, How, Policy, Recompute, Release, Spill
+from ..policies.actions import Action, Advice, Each, How, Recompute, Release, Spill
+from ..policies.base import HostPressure, Policy
 from ..policies.places import ON_DEVICE, Place
 from ..tiers.host_tier import Form, HostSlot, HostTier, groups
 from ..trace.recorder import Trace
@@ -63,6 +64,7 @@ class BlockStore:
         self._trace = trace
         self.blocks = SavedBlocks(device)
         self._moves: list[tuple[Block, HostSlot]] = []  # to begin together
+        self._backups: dict[Block, None] = {}  # the blocks that have one
 
     def load(self, block: Block, view: View) -> torch.Tensor:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
@@ -101,8 +103,10 @@ class BlockStore:
             if block.place is Place.DEVICE:
                 block.chosen = self._can_leave(block)
                 block.stuck = not block.chosen
-                if block.chosen:
+                if block.chosen and block.backup is None:
                     chosen.append(block)
+                elif block.chosen:
+                    self._leave_again(block)
         try:
             for group in groups(chosen):
                 self._give_slots(group)
@@ -160,6 +164,11 @@ class BlockStore:
             for block in blocks:
                 block.sinking = block.place is Place.LEAVING or block.place is Place.HOST
             self._spiller.spill(blocks)
+
+    def retain(self, blocks: Sequence[Block]) -> None:
+        """Of blocks that are on the host or on their way there, the bytes stay there with the next reload."""
+        for block in blocks:
+            block.retained = block.place is Place.LEAVING or block.place is Place.HOST
 
     def fetch(self, blocks: Sequence[Block]) -> None:
         """Starts to read blocks that are on disk into host memory, as soon as that has room."""
@@ -249,7 +258,7 @@ class BlockStore:
         """Gives up all that a block has. What a copy still uses outlives the copy."""
         if (block.place is Place.LEAVING or block.place is Place.ARRIVING) and block.ticket is not None:
             block.ticket.hold(block.stream, "drop")
-        if block.host is not None or self._spiller is not None:
+        if block.host is not None or block.backup is not None or self._spiller is not None:
             self._leave_host(block)
         self._free_device(block)
         if block.place in ON_DEVICE:
@@ -268,6 +277,9 @@ class BlockStore:
 
     def _make_room(self, nbytes: int) -> bool:
         """Makes or waits for room in the host tier. Whether there may be so much by now."""
+        if self._backups:
+            self._give_up_backup(next(iter(self._backups)))
+            return True
         spiller = self._spiller
         if spiller is not None:
             self._start_offloads()  # what is on its way to the host can go on to the disk
@@ -372,11 +384,15 @@ class BlockStore:
             block.stream = stream
             block.ticket = ticket
             block.host = None
+            if block.retained:
+                block.backup, block.retained = slot, False
+                self._backups[block] = None
+            else:
+                left.setdefault(ticket, []).append(slot)
             block.versions = [(tensor, tensor._version)]
             block.span = span = storage_id(tensor.untyped_storage()), 0, block.nbytes
             by_span[span] = block  # a backward that makes a graph saves it once more
             block.place = arriving
-            left.setdefault(ticket, []).append(slot)
         for ticket, slots in left.items():
             self._host.release_all(slots, ticket.event)
         self._count(self._counters.reloaded, moves)
@@ -388,6 +404,18 @@ class BlockStore:
             if not slot.lease.slab.pinned:
                 self._counters.blocking.add(block.nbytes)
 
+    def _leave_again(self, block: Block) -> None:
+        """The host has the bytes of a block that was reloaded, and its ticket is of that reload."""
+        block.host, block.backup = block.backup, None
+        block.place, block.chosen = Place.LEAVING, False
+        del self._backups[block]
+
+    def _give_up_backup(self, block: Block) -> None:
+        if block.backup is not None:
+            self._host.release(block.backup, None if block.ticket is None else block.ticket.event)
+            block.backup = None
+            del self._backups[block]
+
     def _stay(self, block: Block) -> None:
         """The block is wanted before it was released: it has been on the device all the time."""
         block.unwanted = block.ticket
@@ -398,6 +426,8 @@ class BlockStore:
         """Neither the host bytes are needed any more nor those on disk, though a copy may still use them."""
         if block.host is not None:
             self._host.release(block.host, None if block.ticket is None else block.ticket.event)
+        self._give_up_backup(block)
+        block.retained = False
         if self._spiller is not None:
             self._spiller.drop(block)
         block.host = block.ticket = None

@@ -12,7 +12,7 @@ import torch
 from ..manager import TieringManager
 from ..optimizer.registered import Residency
 from ..policies import LayerOrderPolicy
-from ..policies.base import How
+from ..policies.actions import How
 from ..policies.planning.profile import BudgetTooSmall
 from ..sizes import format_bytes
 from ..spill.disk_tier import DiskTier

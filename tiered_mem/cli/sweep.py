@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..policies.base import How
+from ..policies.actions import How
 from ..policies.planning import Link, Profile, plan
 from ..policies.planning.advice import moved
 from ..policies.planning.choosing import choose

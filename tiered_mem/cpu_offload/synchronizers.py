@@ -17,7 +17,7 @@ from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import plain_tensors, take_apart
 from ..manager import TieringManager
 from ..policies import LayerOrderPolicy, ManualPolicy, Policy, SynchronizationDictPolicy
-from ..policies.base import Offload, Release, Reload
+from ..policies.actions import Offload, Release, Reload
 from ..tiers.host_budget import HostBytes
 
 

@@ -154,10 +154,11 @@ class Pipeline:
                 buckets.popleft()
                 continue
             if not residence.ready:
-                residence.fetch()
+                fetch_ahead(list(buckets))
                 return
             room -= bucket.nbytes
             if room < 0:
+                fetch_ahead(list(buckets))
                 return
             _let_end(self._left_own)
             with self.device.on(stream):

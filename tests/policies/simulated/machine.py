@@ -9,14 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Save, Step, Use
-from tiered_mem.policies import Action, Dropped, Event, LayerBegin, Offload, Policy, Release, Reload, Saved, Spill
+from tiered_mem.policies import (
+    Action,
+    Dropped,
+    Event,
+    LayerBegin,
+    Offload,
+    Policy,
+    Release,
+    Reload,
+    Retain,
+    Saved,
+    Spill,
+)
+from tiered_mem.policies.actions import How, Recompute
 from tiered_mem.policies.base import (
     BOUNDARIES,
     ExactMemory,
-    How,
     LayerMemory,
     Memory,
-    Recompute,
     Recomputed,
     Refused,
     StepBegin,
@@ -103,13 +114,16 @@ class Outcome:
 
 
 class Block(Placed):
-    __slots__ = ("copy", "graph", "layer")
+    """copy: the newest one. retained: its bytes stay on the host when it is reloaded. backup: they did."""
+
+    __slots__ = ("backup", "copy", "graph", "layer", "retained")
 
     def __init__(self, key: int, nbytes: int, graph: int, layer: int) -> None:
         super().__init__(key, nbytes)
         self.graph = graph
         self.layer = layer
         self.copy: int | None = None
+        self.backup = self.retained = False
 
 
 class Machine:
@@ -242,7 +256,7 @@ class Machine:
         block = self.blocks[key]
         if block.place is not Place.HOST:
             self.level -= block.nbytes
-        if block.place in (Place.HOST, Place.LEAVING):
+        if block.backup or block.place in (Place.HOST, Place.LEAVING):
             self.on_host -= block.nbytes
         self.places.remove(block)
         self.tell(Dropped([key]))
@@ -305,6 +319,9 @@ class Machine:
                         self._refuse(Reload(key))
                     else:
                         self._reload(key, block)
+            elif kind is Retain:
+                for key in keys:
+                    self.blocks[key].retained = self.blocks[key].place in (Place.LEAVING, Place.HOST)
             else:  # there is no disk, but whoever spilled a block may fetch it
                 for key in keys:
                     self.blocks[key].sinking = kind is Spill
@@ -314,7 +331,10 @@ class Machine:
         going = []
         for key in keys:
             block = self.blocks[key]
-            if block.place is Place.DEVICE:
+            if block.place is Place.DEVICE and block.backup:
+                self.places.move(block, Place.LEAVING)
+                block.backup = False
+            elif block.place is Place.DEVICE:
                 if self._host is not None and self.on_host + block.nbytes > self._host:
                     self._refuse(Offload(key))
                     continue
@@ -336,9 +356,13 @@ class Machine:
         if block.place is Place.LEAVING:
             self.places.move(block, Place.DEVICE)
             self.on_host -= block.nbytes
+            block.retained = False
         elif block.place is Place.HOST:
             self.allocate(block.nbytes)
-            self.on_host -= block.nbytes
+            if block.retained:
+                block.backup, block.retained = True, False
+            else:
+                self.on_host -= block.nbytes
             self.places.move(block, Place.ARRIVING)
             block.sinking = False
             block.copy = self._queues.start(BACK, block.nbytes, self._now)

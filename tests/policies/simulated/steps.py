@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiered_mem.policies import ForwardBegin, ForwardEnd, LayerBegin, LayerEnd
-from tiered_mem.policies.base import How
+from tiered_mem.policies.actions import How
 from tiered_mem.policies.planning import Profile
 from tiered_mem.policies.planning.profile import floor
 

@@ -9,7 +9,8 @@ from functools import partial
 from tests.policies.simulated.random_steps import MIB, RATE
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Layer, Op, Save, Step, Use, build, profile
 from tiered_mem.policies import Dropped, Saved
-from tiered_mem.policies.base import Event, How
+from tiered_mem.policies.actions import How
+from tiered_mem.policies.base import Event
 from tiered_mem.policies.base import Used as UsedEvent
 from tiered_mem.policies.planning.recording import StepNames
 from tiered_mem.policies.planning.stitching import RecordedStep, Way, Ways
