@@ -77,7 +77,15 @@ def found_by(*names: str, folder: str = "") -> list[str]:
 
 
 WING = "activations/"
-SAVED = ("dropped_blocks", "offload_context", "saved_tensors", "saved_views", "changed_tensors", "recompute_races")
+SAVED = (
+    "dropped_blocks",
+    "retained_copies",
+    "offload_context",
+    "saved_tensors",
+    "saved_views",
+    "changed_tensors",
+    "recompute_races",
+)
 BLOCK_TESTS = [
     *found_by("transfer", "transfer_failures", folder="device/"),
     *found_by(*SAVED, "run_ahead", "spilling", folder=WING),

@@ -465,9 +465,12 @@ def test_an_optimizer_of_somebody_else_that_draws_no_random_numbers(device: str,
     [
         (lambda p: torch.optim.LBFGS(p), None, "stepped at once"),
         (lambda p: _Drawing(p), True, "draws random numbers"),
-        (lambda p: _Drawing(p[:1]), True, "draws random numbers"),  # there may be more parameters later
+        # There may be more parameters later.
+        (lambda p: _Drawing(p[:1]), True, "draws random numbers"),
+        (lambda p: _Drawing([p[0].requires_grad_(False)]), True, "draws random numbers"),
+        (lambda p: _Drawing([torch.nn.Parameter(p[0].detach()[:0])]), True, "register it with its parameters"),
     ],
-    ids=["at once", "random", "random, one parameter"],
+    ids=["at once", "random", "random, one parameter", "random, all frozen", "nothing to try"],
 )
 def test_what_cannot_be_stepped_like_this_is_refused_at_registration(
     make: Any, separable: bool | None, why: str, device: str, make_tiered: MakeTiered

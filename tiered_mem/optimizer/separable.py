@@ -101,6 +101,12 @@ class StepChoice:
                 f"{name} is stepped at once, and overlap={overlap!r} is for what is stepped bucket by bucket: "
                 "separable=True says that it steps each parameter by itself"
             )
+        if not self._known and self.trial.draws is None:
+            raise ValueError(
+                f"whether {name} draws random numbers, in the order of its parameters, cannot be tried before it "
+                f"has one with elements, and with overlap={overlap!r} they are stepped in another order: register "
+                "it with its parameters, or leave overlap out"
+            )
         if not self._known and self.trial.draws:
             raise ValueError(
                 f"{name} draws random numbers, in the order of its parameters, and with overlap={overlap!r} they "
@@ -178,7 +184,7 @@ class Trial:
 
     A copy takes as much device memory as the parameter, its gradient and its state.
 
-    draws: whether `check_separable` has seen it draw random numbers.
+    draws: whether `check_separable` has seen it draw random numbers; None where nothing was tried.
 
     Raises ValueError for an optimizer that cannot be stepped like this.
     """
@@ -187,7 +193,7 @@ class Trial:
         self._optimizer = optimizer
         self._split = split
         self._known: dict[object, StateLayout] = {}
-        self.draws = False
+        self.draws: bool | None = None
 
     def layout_of(self, param: Param, group: State) -> StateLayout:
         """That of the state which the parameter has or will have. Empty where that cannot be found out."""
@@ -372,13 +378,13 @@ def _is_mixed(group: State, kind: type) -> bool:
 
 
 def _smallest(optimizer: torch.optim.Optimizer) -> list[tuple[Param, State]]:
-    """Up to three parameters: two of one group, and one of another, if there is any."""
-    pairs = [
-        (param, group)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad and param.numel()
-    ]
+    """Up to three parameters: two of one group, and one of another, if there is any.
+
+    Frozen ones are taken only where there are no others.
+    """
+    all_pairs = [(param, group) for group in optimizer.param_groups for param in group["params"] if param.numel()]
+    pairs = [(param, group) for param, group in all_pairs if param.requires_grad]
+    pairs = pairs or [(param, group) for param, group in all_pairs if param.is_floating_point()]
     ordered = sorted(range(len(pairs)), key=lambda index: pairs[index][0].numel())
     chosen = ordered[:2]
 
