@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,22 +15,20 @@ from tests.models import eventually, is_empty
 from tests.spilling import MIB, Training, files_in
 from tiered_mem import PolicyError, TieringManager
 from tiered_mem.policies import (
+    Action,
     Dropped,
     Each,
     Event,
-    Fetch,
     HostPressure,
     LayerBegin,
     LayerEnd,
     Offload,
     Release,
-    Reload,
-    Retain,
     Saved,
     Spill,
 )
 
-KINDS = (Offload, Release, Reload, Retain, Spill, Fetch)
+KINDS = get_args(Action)
 
 
 class Answers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import get_args
 
 import torch
 
@@ -12,24 +13,18 @@ from tiered_mem.policies import (
     Action,
     Dropped,
     Event,
-    Fetch,
     LayerOrderPolicy,
     Link,
     LRUPolicy,
     ManualPolicy,
-    Offload,
     PlannedPolicy,
     Policy,
-    Release,
-    Reload,
-    Retain,
     Saved,
-    Spill,
     SynchronizationDictPolicy,
 )
 from tiered_mem.policies.planning import BudgetTooSmall
 
-ACTIONS: tuple[Callable[[int], Action], ...] = (Offload, Release, Reload, Retain, Spill, Fetch)
+ACTIONS: tuple[Callable[[int], Action], ...] = get_args(Action)
 
 
 class HostilePolicy:

@@ -33,7 +33,7 @@ class Block(Placed):
         contiguous, or else a flat one.
     tensor: over the device bytes, in that form if `formed`; None where they are not on the device.
     stream: whose work makes and uses them.
-    retained: `host` stays with the block when it is reloaded. backup: what has stayed so, with the same bytes.
+    retained: the bytes in `host` stay there when the block is reloaded.
     ticket: the newest copy between the device and `host`.
     stored: where the bytes are on disk. They are the same for as long as this is set.
     move: the file operation that the block takes part in.
@@ -51,7 +51,7 @@ class Block(Placed):
     __slots__ = (
         *("span", "form", "formed", "tensor", "stream", "host", "ticket", "stored", "move", "unwanted"),
         *("versions", "holders", "changed", "chosen", "due", "offloaded", "left", "no_room", "saver"),
-        *("retained", "backup"),
+        "retained",
     )
 
     def __init__(self, key: int, span: Span, form: Form | None, tensor: torch.Tensor, stream: Stream) -> None:
@@ -65,7 +65,6 @@ class Block(Placed):
         self.tensor: torch.Tensor | None = tensor
         self.stream = stream
         self.host: HostSlot | None = None
-        self.backup: HostSlot | None = None
         self.ticket: Ticket | None = None
         self.stored: Stored | None = None
         self.move: Move | None = None

@@ -64,7 +64,7 @@ class BlockStore:
         self._trace = trace
         self.blocks = SavedBlocks(device)
         self._moves: list[tuple[Block, HostSlot]] = []  # to begin together
-        self._backups: dict[Block, None] = {}  # the blocks that have one
+        self._backups: dict[Block, HostSlot] = {}  # what stayed on the host of blocks that were reloaded
 
     def load(self, block: Block, view: View) -> torch.Tensor:
         """The saved tensor, ready for work that is issued from now on. Raises ChangedTensor and Closed."""
@@ -103,10 +103,10 @@ class BlockStore:
             if block.place is Place.DEVICE:
                 block.chosen = self._can_leave(block)
                 block.stuck = not block.chosen
-                if block.chosen and block.backup is None:
-                    chosen.append(block)
-                elif block.chosen:
+                if block.chosen and block in self._backups:
                     self._leave_again(block)
+                elif block.chosen:
+                    chosen.append(block)
         try:
             for group in groups(chosen):
                 self._give_slots(group)
@@ -258,7 +258,7 @@ class BlockStore:
         """Gives up all that a block has. What a copy still uses outlives the copy."""
         if (block.place is Place.LEAVING or block.place is Place.ARRIVING) and block.ticket is not None:
             block.ticket.hold(block.stream, "drop")
-        if block.host is not None or block.backup is not None or self._spiller is not None:
+        if block.host is not None or block in self._backups or self._spiller is not None:
             self._leave_host(block)
         self._free_device(block)
         if block.place in ON_DEVICE:
@@ -278,7 +278,8 @@ class BlockStore:
     def _make_room(self, nbytes: int) -> bool:
         """Makes or waits for room in the host tier. Whether there may be so much by now."""
         if self._backups:
-            self._give_up_backup(next(iter(self._backups)))
+            oldest = next(iter(self._backups))
+            self._give_back(oldest, self._backups.pop(oldest))
             return True
         spiller = self._spiller
         if spiller is not None:
@@ -385,8 +386,7 @@ class BlockStore:
             block.ticket = ticket
             block.host = None
             if block.retained:
-                block.backup, block.retained = slot, False
-                self._backups[block] = None
+                self._backups[block], block.retained = slot, False
             else:
                 left.setdefault(ticket, []).append(slot)
             block.versions = [(tensor, tensor._version)]
@@ -406,15 +406,12 @@ class BlockStore:
 
     def _leave_again(self, block: Block) -> None:
         """The host has the bytes of a block that was reloaded, and its ticket is of that reload."""
-        block.host, block.backup = block.backup, None
+        block.host = self._backups.pop(block)
         block.place, block.chosen = Place.LEAVING, False
-        del self._backups[block]
 
-    def _give_up_backup(self, block: Block) -> None:
-        if block.backup is not None:
-            self._host.release(block.backup, None if block.ticket is None else block.ticket.event)
-            block.backup = None
-            del self._backups[block]
+    def _give_back(self, block: Block, slot: HostSlot) -> None:
+        """The block does not need the slot any more, which its newest copy may still use."""
+        self._host.release(slot, None if block.ticket is None else block.ticket.event)
 
     def _stay(self, block: Block) -> None:
         """The block is wanted before it was released: it has been on the device all the time."""
@@ -425,8 +422,9 @@ class BlockStore:
     def _leave_host(self, block: Block) -> None:
         """Neither the host bytes are needed any more nor those on disk, though a copy may still use them."""
         if block.host is not None:
-            self._host.release(block.host, None if block.ticket is None else block.ticket.event)
-        self._give_up_backup(block)
+            self._give_back(block, block.host)
+        if (backup := self._backups.pop(block, None)) is not None:
+            self._give_back(block, backup)
         block.retained = False
         if self._spiller is not None:
             self._spiller.drop(block)

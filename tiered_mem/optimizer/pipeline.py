@@ -153,13 +153,10 @@ class Pipeline:
             if (residence := bucket.residence) is None or bucket.stays or not bucket.away():
                 buckets.popleft()
                 continue
-            if not residence.ready:
-                fetch_ahead(list(buckets))
+            if not residence.ready or bucket.nbytes > room:
+                fetch_ahead([*islice(buckets, AHEAD)])
                 return
             room -= bucket.nbytes
-            if room < 0:
-                fetch_ahead(list(buckets))
-                return
             _let_end(self._left_own)
             with self.device.on(stream):
                 flat = self.device.empty(bucket.nbytes, torch.uint8)
