@@ -22,6 +22,10 @@ def device() -> str:
 
 @pytest.fixture
 def acl() -> Acl:
+    """The runtime, with all done that earlier tests left in torch_npu's queue and in their streams."""
+    import torch
+
+    torch.npu.synchronize()
     return Acl()
 
 
