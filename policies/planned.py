@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..ground.arguments import instance, number, whole_number
@@ -42,8 +43,10 @@ from .planning.report import Account, Overrun, OverrunCause, Overruns, Report
 from .planning.step import StepUnderWay
 from .planning.treatments import Treatments
 
-# Steps from one that is timed to the next, at least, for the same kind of step; and where nothing has to move.
+# Steps from one that is timed to the next, at least, for the same kind of step: at first; at most, as they become
+# twice as many each time that nothing waited for copies, as planned; and where nothing has to move.
 _PATIENCE = 4
+_MOST_PATIENCE = 16
 _PATIENCE_AT_REST = 32
 # So many steps that are of no known kind are recorded in a row. After that it is each fourth.
 _STRAYS = 8
@@ -162,6 +165,7 @@ class PlannedPolicy(Policy):
         self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
         self._reserve = 0  # what plans leave free for the next
         self._untimed = 0  # steps since the last that was timed
+        self._patience = _PATIENCE
         self._strays = 0  # steps since the last that was of a known kind
         self._asks: Collection[type[OnRequest]] = _RECORDED  # where the step needs all that it gives
         self.asks: Collection[type[OnRequest]] = self._asks
@@ -243,6 +247,7 @@ class PlannedPolicy(Policy):
             case StepMeasured(step, seconds, stalls):
                 if self._repertoire.rates.see(event.out, event.back, event.both):
                     self._repertoire.replan()
+                    self._patience = _PATIENCE
                 ended = self._ended.pop(step, None)
                 if ended is not None:
                     self.account.measured(ended, event)
@@ -300,7 +305,7 @@ class PlannedPolicy(Policy):
             self.account.states_moved()
             if self._treatments is not None:
                 self._treatments.states_moved()
-            self._untimed = _PATIENCE
+            self._untimed = self._patience = _PATIENCE
         if self.states.settled and not self._settled_then:
             self._forget(step)
         self._untimed = 0 if StepMeasured in self._asks else self._untimed + 1
@@ -320,12 +325,12 @@ class PlannedPolicy(Policy):
             if (step.exact and not step.varies) or found > self._given - self._budget + self._given * _GROWN:
                 self._leave_out(found)
         self._asks = _PLAYED
-        if self._untimed >= (_PATIENCE_AT_REST if step.rested else _PATIENCE) - 1:
+        if self._untimed >= (_PATIENCE_AT_REST if step.rested else self._patience) - 1:
             self._asks = _TIMED
         elif step.varies and (self._varying <= _FIRST_VARYING or self._untimed == 1):
             self._asks = _WATCHED
-        if self._repertoire.rates.doubted and self._asks is _PLAYED:
-            self._asks = _TIMED
+        if self._repertoire.rates.doubted and self._patience == _PATIENCE and self._asks is _PLAYED:
+            self._asks = _TIMED  # where nothing waits, to know the link better helps nobody
         if not self._repertoire or step.woken or (step.deviates and step.recording.regular and not step.exact):
             self._record(step.number + 1)
         if self._treatments is not None:
@@ -402,16 +407,14 @@ class PlannedPolicy(Policy):
         other = step.longer or repertoire.apart(step.variant.more)
         if known is None or known.stitched or step.deviates or (other and step.exact):
             if step.exact and recording.regular and not repertoire.same(recording):
-                strict = self.alone or self._shortfall is None
+                add = partial(repertoire.add, recording, seconds, known, step.variant, step.choice, step.update)
                 try:
-                    learnt = repertoire.add(
-                        recording, seconds, known, step.variant, step.choice, step.update, strict=strict
-                    )
+                    learnt = add(strict=self.alone or self._shortfall is None)
                 except BudgetTooSmall as error:
                     if self._fragments is None or error.floor > self._given:
                         raise
                     self._leave_out(self._given - error.floor)  # it did run
-                    learnt = repertoire.add(recording, seconds, known, step.variant, step.choice, step.update)
+                    learnt = add()
                 if self._treatments is not None:
                     self._treatments.learnt(learnt)
                 lacks_times = missing or (self._treatments is not None and self._treatments.lacks_times)
@@ -419,5 +422,7 @@ class PlannedPolicy(Policy):
         elif step.table is not None and len(seconds) == len(known.names):
             planned = step.table.plan
             surprise = abs(stalls - planned.waits)
+            quiet = max(stalls, planned.waits) <= _DRIFT * planned.seconds and not known.guessed
+            self._patience = min(2 * self._patience, _MOST_PATIENCE) if quiet else _PATIENCE
             if known.guessed or surprise > _DRIFT * planned.seconds:
                 repertoire.drift(known, step.variant, seconds)

@@ -12,7 +12,7 @@ from ...sizes import format_bytes, format_seconds
 from .choosing import choose
 from .disk_and_states import Beside, StatesShare, explained, states_to_keep
 from .planner import least_memory, plan
-from .profile import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall, Profile, copied_out
+from .profile import BudgetTooSmall, Cause, DiskPlan, Link, Plan, PlannedStall, Profile
 from .recording import Name
 from .stitching import Choice, Ways
 from .treated import treatable
@@ -188,7 +188,7 @@ class Adviser:
 
 def moved(profile: Profile, made: Plan) -> int:
     """The bytes that a plan moves to the host."""
-    return sum(profile.nbytes[b] for b in copied_out(made.release, profile.earlier))
+    return sum(profile.nbytes[b] for b in made.copied_out(profile))
 
 
 def checkpointed(
@@ -279,7 +279,7 @@ class Stalls:
         self._link = link
         self._places = _places(names)
         self._clock = profile.clock
-        self._out = copied_out(plan.release, profile.earlier)
+        self._out = plan.copied_out(profile)
         self._back = sorted(plan.reload, key=lambda b: (plan.reload[b], profile.used[b]))
         self._late: list[float] = []  # before each stall
         late = 0.0
@@ -315,7 +315,7 @@ class Stalls:
         end = self._clock[stall.position] + self._late[i] + stall.seconds
         if stall.cause is Cause.RELEASE:
             what = f"the release of {self._named([b])} waits for its copy out"
-            issued = self._at(self._profile.saved[b])
+            issued = self._at(self._plan.early.get(b, self._profile.saved[b]))
             queue, rate = self._out, self._link.out
         else:
             what = f"waits for the reload of {self._named([b])}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .profile import Link, Moments, copied_out
+from .profile import Link, Moments
 
 _OUT, _RELEASE, _RELOAD, _USE = range(4)
 
@@ -44,29 +44,55 @@ class Prediction:
         return times
 
 
-def predict(moments: Moments, release: Mapping[int, int], reload: Mapping[int, int], link: Link) -> Prediction:
+def copied_from(
+    blocks: Iterable[int], leaving: Collection[int], earlier: Sequence[int], *, early: bool
+) -> dict[int, int]:
+    """Of each of the blocks that has to be copied to the host if it leaves, the one with whose save that begins.
+
+    leaving: those that leave. earlier: as a `Profile` has it. early: what a block has been before, since it last
+    left, may be copied too: it is used while the copy goes on, and leaves afterwards. Else it is the block itself.
+    """
+    found = {}
+    for b in blocks:
+        if not earlier or earlier[b] not in leaving:
+            found[b] = b
+            while early and earlier[found[b]] >= 0 and earlier[found[b]] not in leaving:
+                found[b] = earlier[found[b]]
+    return found
+
+
+def predict(
+    moments: Moments,
+    release: Mapping[int, int],
+    reload: Mapping[int, int],
+    link: Link,
+    begins: Mapping[int, int] | None = None,
+) -> Prediction:
     """Runs a plan on the compute stream and two queues of copies.
+
+    begins: as `copied_from` has it of the blocks that leave; None where no copy begins before its block's save.
 
     A copy begins when it is issued and those before it in its direction have ended. It has its share of its rate
     while the other direction is busy with what was issued before; what comes later is left out, so that on a link
     whose directions share much the step may be longer. What has a copy on the host from an earlier time takes none.
     """
     clock, nbytes, saved, used = moments.clock, moments.nbytes, moments.saved, moments.used
-    by_use, rank = moments.by_use, moments.use_rank
+    returns, by_use, rank = moments.returns, moments.by_use, moments.use_rank
     # What happens, in order: the moment, what it is, and the block in the order of its kind, as one number.
     width = len(nbytes).bit_length()
     mask = (1 << width) - 1
     step = width + 2
     out, released, back, use = (kind << width for kind in (_OUT, _RELEASE, _RELOAD, _USE))
-    leaving = copied_out(release, moments.earlier)
-    events = [saved[b] << step | out | b for b in leaving]
+    if begins is None:
+        begins = copied_from(sorted(release), release, moments.earlier, early=False)
+    events = [saved[first] << step | out | b for b, first in begins.items()]
     events += [g << step | released | b for b, g in release.items()]
-    events += [g << step | back | rank[b] for b, g in reload.items() if g < len(clock)]
-    events += [used[b] << step | use | rank[b] for b in reload if used[b] < len(clock)]
+    events += [g << step | back | rank[b] for b, g in reload.items() if returns[b]]
+    events += [used[b] << step | use | rank[b] for b in reload if returns[b]]
     events.sort()
     out_rate, back_rate, latency, both = link.out, link.back, link.latency, link.both
     late = out_free = back_free = 0.0
-    copied = dict.fromkeys(release.keys() - leaving, 0.0)
+    copied = dict.fromkeys(release.keys() - begins.keys(), 0.0)
     arrived = [0.0] * len(nbytes)
     waits: list[PredictedWait] = []
     for event in events:
@@ -110,11 +136,11 @@ def latest_reloads(moments: Moments, release: Mapping[int, int], link: Link, lea
     back = list(moments.used)
     if lead == 0:
         return back
-    clock, nbytes, loose = moments.clock, moments.nbytes, moments.loose
+    clock, nbytes, loose, returns = moments.clock, moments.nbytes, moments.loose, moments.returns
     slowness, latency = lead / link.back, lead * link.latency
     free = float("inf")
     for b in reversed(moments.by_use):
-        if b in release and back[b] < len(clock):
+        if b in release and returns[b]:
             use = back[b]
             at = clock[use]
             seconds = nbytes[b] * slowness + latency

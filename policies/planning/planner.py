@@ -8,17 +8,21 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, product
+from math import inf
 
-from .copies import Prediction, early_reloads, latest_reloads, predict
+from .copies import Prediction, copied_from, early_reloads, latest_reloads, predict
 from .profile import BudgetTooSmall, Cause, Link, Moments, Plan, PlannedStall, Profile, floor, least_seconds
 
 # How many times slower a link may be on which all reloads are in time: the more, the more room is kept for them.
 _LEADS = (1.5, 3.0, 6.0, 0.5, 1.0, 0.0, 12.0, 0.25)
 # With this one, what lives the longest is tried too.
 _LIVES = 6.0
-# Drafts for one plan, at most; and of these, with other leads, at least.
+# Where backward comes back to blocks, reloads crowd: more room for them is tried first.
+_LEADS_AGAIN = (12.0, 6.0, 1.5, 3.0, 0.5)
+# Drafts for one plan, at most; at least, where backward comes back to blocks; and with other leads, at least.
 _MOST = 100
+_FEWEST_AGAIN = 6
 _TRIALS = 5
 # Of the blocks that are waited for, this share is exchanged at first.
 _EXCHANGED = 1 / 8
@@ -64,15 +68,24 @@ def least_memory(profile: Profile, budget: int, link: Link, slowdown: float) -> 
 
 
 @dataclass(frozen=True)
+class _Trial:
+    """A way to make drafts. lead: of how much slower a link reloads are in time. early: as of `copied_from`."""
+
+    lead: float
+    selector: Selector
+    early: bool
+
+
+@dataclass(frozen=True)
 class _Draft:
-    """A plan, by moments. over: bytes by which it passes the budget."""
+    """A plan, by moments. over: bytes by which it passes the budget. begins: of its copies, as of `copied_from`."""
 
     over: int
     release: dict[int, int]
     reload: dict[int, int]
+    begins: dict[int, int]
     prediction: Prediction
-    lead: float
-    selector: Selector
+    trial: _Trial
     stays: frozenset[int]
 
     def cost(self) -> tuple[int, float]:
@@ -91,6 +104,7 @@ class Planner:
         self._moments = moments
         self._budget = budget
         self._link = link
+        self._again = any(earlier >= 0 for earlier in moments.earlier)
         self._by_use = Selector(moments, budget, profile.backward, profile.backward)
         self._copying = [n / link.out + link.latency for n in moments.nbytes]
         self._saved_at = [moments.clock[g] for g in moments.saved]
@@ -99,10 +113,11 @@ class Planner:
 
     def plan(self, attempts: int | None = None) -> Plan:
         blocks = len(self._moments.nbytes)
-        left = max(1, min(_MOST, _EFFORT // (blocks + 1))) if attempts is None else attempts
+        fewest = _FEWEST_AGAIN if self._again else 1
+        left = max(fewest, min(_MOST, _EFFORT // (blocks + 1))) if attempts is None else attempts
         drafts: list[_Draft] = []
-        for lead, selector in islice(self._trials(), min(left, max(_TRIALS, left * 2 // 3))):
-            drafts.append(self._attempt(lead, selector, hopeful=not drafts))
+        for trial in islice(self._trials(), min(left, max(_TRIALS, left * 2 // 3))):
+            drafts.append(self._attempt(trial, hopeful=not drafts))
             if self._good(drafts[-1]):
                 break
         drafts.sort(key=_Draft.cost)
@@ -115,11 +130,24 @@ class Planner:
             best = min(best, draft, key=_Draft.cost)
         return self._finished(best)
 
-    def _trials(self) -> Iterator[tuple[float, Selector]]:
+    def _trials(self) -> Iterator[_Trial]:
+        if self._again:
+            for early, lead in product((True, False), _LEADS_AGAIN):
+                for selector in (self._by_use, self._unused_first, self._by_life):
+                    yield _Trial(lead, selector, early)
+            return
         for lead in _LEADS:
-            yield lead, self._by_use
+            yield _Trial(lead, self._by_use, early=False)
             if lead == _LIVES and self._by_life.ranked != self._by_use.ranked:
-                yield lead, self._by_life
+                yield _Trial(lead, self._by_life, early=False)
+
+    @cached_property
+    def _unused_first(self) -> Selector:
+        """Lets go of what nobody uses any more, which does not come back, and only then of what is used last."""
+        profile = self._profile
+        lives = zip(profile.backward, self._moments.returns, strict=True)
+        worth = [layer if returns else inf for layer, returns in lives]
+        return Selector(self._moments, self._budget, profile.backward, worth)
 
     @cached_property
     def _by_life(self) -> Selector:
@@ -153,7 +181,7 @@ class Planner:
             count = count or max(1, int(_EXCHANGED * len(longest)))
             if count == 1:
                 tried.add(longest[0])
-            changed = self._attempt(draft.lead, draft.selector, draft.stays.union(longest[:count]))
+            changed = self._attempt(draft.trial, draft.stays.union(longest[:count]))
             yield changed
             if changed.cost() < draft.cost():
                 draft = changed
@@ -163,45 +191,37 @@ class Planner:
     def _good(self, draft: _Draft) -> bool:
         return not draft.over and draft.prediction.seconds <= self._goal
 
-    def _attempt(
-        self, lead: float, selector: Selector, stays: frozenset[int] = frozenset(), *, hopeful: bool = False
-    ) -> _Draft:
-        """A draft with room for reloads on a link `lead` times slower.
-
-        hopeful: the ends of the copies may not matter, as where each finds its link free.
-        """
-        moments = self._moments
+    def _attempt(self, trial: _Trial, stays: frozenset[int] = frozenset(), *, hopeful: bool = False) -> _Draft:
+        """hopeful: the ends of the copies may not matter, as where each finds its link free."""
+        moments, selector = self._moments, trial.selector
         slack = self._goal - moments.end
         back = moments.used
-        ready = list(map(float.__add__, self._saved_at, self._copying))
+        begins = copied_from(range(len(back)), (), moments.earlier, early=trial.early)
+        ready = [self._saved_at[begins[b]] + seconds for b, seconds in enumerate(self._copying)]
         selection = selector.select(ready, back, stays)
         for _ in range(_PASSES):
             release = selection.release
-            ready = self._copies_end(release)
+            ready = self._copies_end(release, trial.early)
             if hopeful and all(ready[b] <= moments.clock[g] + slack for b, g in release.items()):
-                draft = self._timed(selection, lead, selector, stays, rounds=1)
+                draft = self._timed(selection, trial, stays, rounds=1)
                 if self._good(draft):
                     return draft
-            back = latest_reloads(moments, release, self._link, lead)
+            back = latest_reloads(moments, release, self._link, trial.lead)
             selection = selector.select(ready, back, stays)
-        return self._timed(selection, lead, selector, stays)
+        return self._timed(selection, trial, stays)
 
     def _timed(
-        self,
-        selection: Selection,
-        lead: float,
-        selector: Selector,
-        stays: frozenset[int],
-        rounds: int = 2 + _PASSES,
+        self, selection: Selection, trial: _Trial, stays: frozenset[int], rounds: int = 2 + _PASSES
     ) -> _Draft:
         """The draft that releases these blocks at the latest then; earlier, where that is faster."""
         moments = self._moments
         release = selection.release
+        begins = copied_from(sorted(release), release, moments.earlier, early=trial.early)
         best: _Draft | None = None
         for more in reversed(range(rounds)):
             reload = early_reloads(moments, self._budget, release, selection.back)
-            prediction = predict(moments, release, reload, self._link)
-            draft = _Draft(selection.over, release, reload, prediction, lead, selector, stays)
+            prediction = predict(moments, release, reload, self._link, begins)
+            draft = _Draft(selection.over, release, reload, begins, prediction, trial, stays)
             if best is not None and draft.cost() >= best.cost():
                 break
             best = draft
@@ -215,19 +235,16 @@ class Planner:
             }
         return best if best is not None else draft
 
-    def _copies_end(self, release: Collection[int]) -> list[float]:
+    def _copies_end(self, release: Collection[int], early: bool) -> list[float]:
         """When the copy out of each block would end, behind those of the blocks that leave."""
-        ends: list[float] = []
+        ends = list(self._saved_at)  # where there is a copy from before
+        begins = copied_from(range(len(ends)), release, self._moments.earlier, early=early)
         free = 0.0
-        earlier = self._moments.earlier
-        for b, (saved, seconds) in enumerate(zip(self._saved_at, self._copying, strict=True)):
-            if earlier[b] in release:
-                ends.append(saved)
-                continue
-            end = (saved if saved > free else free) + seconds
-            ends.append(end)
+        for b in sorted(begins, key=begins.__getitem__) if early else begins:
+            begin = self._saved_at[begins[b]]
+            ends[b] = (begin if begin > free else free) + self._copying[b]
             if b in release:
-                free = end
+                free = ends[b]
         return ends
 
     def _finished(self, draft: _Draft) -> Plan:
@@ -252,6 +269,7 @@ class Planner:
                 for wait in draft.prediction.waits
             ),
             bound=min(self._bound, draft.prediction.seconds),  # they are not summed alike
+            early={b: profile.saved[first] for b, first in draft.begins.items() if first != b},
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
@@ -192,8 +192,8 @@ class Moments:
 
     Of each moment: full, the most bytes of device memory if no block ever leaves; clock, when it comes, in seconds
     from the beginning and without stalls; action, the position at which its actions are taken. Of each block, as in
-    a `Profile`: nbytes and earlier, and the moments saved, used and dropped; and loose, the first at which it may
-    be released.
+    a `Profile`: nbytes and earlier, and the moments saved, used and dropped; loose, the first at which it may be
+    released; and returns, whether it is used, for else it does not come back.
     total: the bytes of all of them. end: the seconds of the step.
     by_use: the blocks in the order of their first uses. use_rank: the place of each in it.
 
@@ -226,6 +226,7 @@ class Moments:
         self.loose = [max(g + 1, bisect_left(self.action, k)) for g, k in zip(self.saved, loose, strict=True)]
         self.used = [place[k] for k in used]
         self.dropped = [place[k] for k in dropped]
+        self.returns = [k < d for k, d in zip(used, dropped, strict=True)]
         self.by_use = sorted(range(len(self.nbytes)), key=self.used.__getitem__)
         self.use_rank = [0] * len(self.nbytes)
         for rank, b in enumerate(self.by_use):
@@ -280,7 +281,8 @@ class Plan:
     """Which blocks leave, and at which positions their actions are taken.
 
     release, reload: of the blocks that leave, numbered as in the profile. Each is offloaded when it is saved, so
-    that saved < loose <= release < reload <= used.
+    that saved < loose <= release < reload <= used. early: of those that are offloaded before that, when an earlier
+    block was saved whose bytes they have, that position.
     peak: the most bytes of device memory, by count of what is issued and so whatever the copies' times. budget: the
     most that was allowed. seconds: the step as predicted. stalls: of these, the waits. bound: a time that no plan
     within the budget can better.
@@ -293,11 +295,17 @@ class Plan:
     seconds: float
     stalls: tuple[PlannedStall, ...]
     bound: float
+    early: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def waits(self) -> float:
         """The seconds of all stalls."""
         return fsum(stall.seconds for stall in self.stalls)
+
+    def copied_out(self, profile: Profile) -> list[int]:
+        """Of the blocks that leave, those that are copied to the host, in the order in which that begins."""
+        copied = [b for b in self.release if not profile.earlier or profile.earlier[b] not in self.release]
+        return sorted(copied, key=lambda b: (self.early.get(b, profile.saved[b]), b))
 
 
 @dataclass(frozen=True)
@@ -384,14 +392,6 @@ class BudgetTooSmall(ValueError):
         )
 
 
-def copied_out(leaving: Collection[int], earlier: Sequence[int]) -> list[int]:
-    """Of the blocks that leave, those that have to be copied to the host, in the order of their saves.
-
-    earlier: as a `Profile` has it.
-    """
-    return [b for b in sorted(leaving) if not earlier or earlier[b] not in leaving]
-
-
 def floor(moments: Moments) -> tuple[int, int, int]:
     """The least budget that a plan can keep, the moment that needs it, and the bytes there that are no blocks.
 
@@ -429,8 +429,10 @@ def least_seconds(moments: Moments, budget: int, link: Link) -> float:
     """
     saves = [0] * (len(moments) + 1)
     uses = [0] * (len(moments) + 1)
-    for n, s, u, earlier in zip(moments.nbytes, moments.saved, moments.used, moments.earlier, strict=True):
-        uses[u] += n
+    blocks = zip(moments.nbytes, moments.saved, moments.used, moments.returns, moments.earlier, strict=True)
+    for n, s, u, returns, earlier in blocks:
+        if returns:
+            uses[u] += n
         if earlier < 0:
             saves[s] += n  # what is away then was copied once, and that may have been earlier
     lasts = map(float.__sub__, [*moments.clock[1:], moments.end], moments.clock)

@@ -10,6 +10,8 @@ from .profile import Link
 # the other less is known, and less depends on it.
 _ALIKE = 0.03
 _SHARE_ALIKE = 0.15
+# Where steps never agree so far, less and less alike is the same, down to this.
+_HARDLY_ALIKE = 0.25
 
 
 class Rates:
@@ -31,7 +33,7 @@ class Rates:
     @property
     def doubted(self) -> bool:
         """Whether the last measured step has shown another link, and the next one decides."""
-        return any(each.doubted for each in (self._out, self._back, self._both))
+        return any(each.other is not None for each in (self._out, self._back, self._both))
 
     def see(self, out: float, back: float, both: float) -> bool:
         """A step was measured. Whether the link is taken for another one now.
@@ -45,26 +47,31 @@ class Rates:
 
 
 class _Figure:
-    """What a figure is taken for. alike: by less than this part it is the same."""
+    """What a figure is taken for.
+
+    alike: by less than this part it is the same. other: what the last step has shown; the next decides.
+    """
 
     def __init__(self, value: float, alike: float) -> None:
         self.value = value
         self._alike = alike
-        self._confirmed = False
-        self._other: float | None = None  # that the last step has shown in its place
-
-    @property
-    def doubted(self) -> bool:
-        return self._other is not None
+        self._shown = self._confirmed = False
+        self.other: float | None = None
 
     def see(self, seen: float) -> bool:
         if self._near(seen, self.value):
-            self._confirmed, self._other = True, None
+            self._confirmed, self.other = True, None
             return False
-        if self._confirmed and (self._other is None or not self._near(seen, self._other)):
-            self._other = seen
+        if self._confirmed and self.other is None:
+            self.other = seen
             return False
-        self.value, self._confirmed, self._other = seen, self._other is not None, None
+        agreed = self.other is not None and self._near(seen, self.other)
+        if self._shown and not agreed:
+            self._alike = max(self._alike, min(2 * self._alike, _HARDLY_ALIKE))
+        self._shown, self.other = True, None
+        if self._confirmed and not agreed:
+            return False
+        self.value, self._confirmed = seen, agreed
         return True
 
     def _near(self, one: float, other: float) -> bool:

@@ -45,7 +45,7 @@ class Table:
     def __post_init__(self) -> None:
         steps: defaultdict[Name, list[_Step]] = defaultdict(list)
         profile, plan = self.profile, self.plan
-        offload = profile.saved if self.disk is None else self.disk.offload
+        offload = {**dict(enumerate(profile.saved)), **plan.early} if self.disk is None else self.disk.offload
         reload = plan.reload if self.disk is None else self.disk.reload
         in_order = sorted(reload, key=lambda b: (reload[b], profile.used[b]))
         again = {earlier for b, earlier in enumerate(profile.earlier) if b in plan.release}

@@ -47,6 +47,24 @@ def test_it_leaves_again_without_a_copy(device: str, service: Service) -> None:
     assert eventually(lambda: is_empty(service.manager)), service.manager.stats()
 
 
+def test_it_is_used_while_it_is_copied_and_leaves_after_that(device: str, service: Service) -> None:
+    tensor = make_tensor(device)
+    expected = tensor.cpu()
+    view = view_of_all(tensor)
+    block = service.save(tensor)
+    service.do(Offload(block.key))
+    used = service.manager._activations.load(block, view)
+    assert torch.equal(used.cpu(), expected)
+    assert (used.data_ptr(), block.place) == (tensor.data_ptr(), Place.LEAVING)
+    del tensor, used
+    service.do(Release(block.key))
+    assert (block.place, block.tensor) == (Place.HOST, None)
+    assert torch.equal(service.manager._activations.load(block, view).cpu(), expected)
+    assert service.manager.stats()["offloaded.blocks.total"] == 1
+    service.let_go(block)
+    assert eventually(lambda: is_empty(service.manager)), service.manager.stats()
+
+
 def test_without_advice_the_next_one_is_copied(device: str, service: Service) -> None:
     block, view = returned(service, make_tensor(device))
     service.do(Offload(block.key), Release(block.key), Reload(block.key))

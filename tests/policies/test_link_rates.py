@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from tests.policies.planned import best, gpt, planned
 from tests.policies.simulated.machine import Machine
+from tiered_mem.policies.base import StepMeasured
 from tiered_mem.policies.planning import Link
 from tiered_mem.policies.planning.rates import Rates
 
@@ -67,6 +70,22 @@ def test_a_doubted_rate_is_decided_by_the_next_measured_step() -> None:
         assert rates.doubted is doubted
 
 
+def test_a_link_that_never_shows_the_same_is_not_doubted_for_ever() -> None:
+    generator, rates = random.Random(1), Rates(MEASURED)
+    rates.see(20e9, 10e9, 0.9)
+    told = [(rates.see(generator.uniform(16e9, 24e9), 0, 0), rates.doubted) for _ in range(100)]
+    for first, second in pairwise(told):
+        assert not (first[1] and second[1])  # who is doubted is decided by the next
+    assert not any(changed or doubted for changed, doubted in told[50:])
+    assert not rates.see(5e9, 0, 0)
+    assert rates.see(5.2e9, 0, 0)
+
+
+def test_until_two_agree_alike_is_less_and_less() -> None:
+    rates = Rates(MEASURED)
+    assert [rates.see(out * 1e9, 0, 0) for out in (5, 6, 7, 6.5)] == [True, True, True, False]
+
+
 def test_the_second_step_is_planned_for_the_rates_of_the_first() -> None:
     """They were told five times what there is, as a rank that measures alone."""
     step, slow = gpt(layers=12), Link(20e9, 20e9)
@@ -94,3 +113,17 @@ def test_one_odd_step_makes_no_plan(odd: Link) -> None:
             last = machine.run(step).seconds
         assert policy._repertoire.link == link
         assert last == pytest.approx(before, rel=0.01)
+
+
+def test_no_more_steps_are_timed_for_a_link_that_nothing_waits_for() -> None:
+    step, usual = gpt(layers=12), Link(20e9, 20e9)
+    policy, _ = planned(step, 0.7, usual)
+    machine = Machine(policy, usual)
+    for _ in range(5):
+        machine.run(step)
+    timed = 0
+    for n in range(64):
+        machine.link = Link(*[(21e9, 19e9, 18e9)[n % 3]] * 2)
+        timed += StepMeasured in policy.asks
+        machine.run(step)
+    assert timed == 5

@@ -18,7 +18,7 @@ from tests.policies.simulated.steps import Step, budget_between, profile
 from tiered_mem.policies.planning import BudgetTooSmall, Cause, Link, Plan, Profile, plan
 from tiered_mem.policies.planning.disk_and_states import StatesShare, plan_disk, states_to_keep
 from tiered_mem.policies.planning.planner import least_memory
-from tiered_mem.policies.planning.profile import floor
+from tiered_mem.policies.planning.profile import floor, least_seconds
 
 OPTIMA = json.loads((Path(__file__).parent / "simulated" / "optima.json").read_text())
 SHARES = (0.0, 0.1, 0.35, 0.7)
@@ -178,6 +178,36 @@ def test_a_block_that_has_left_before_leaves_again_without_a_copy() -> None:
     assert waits == [[reloads[0], (6, Cause.RELEASE, 1.0), reloads[1]], reloads]
 
 
+def test_what_leaves_after_a_use_is_copied_before_it() -> None:
+    """It takes two to copy, and its room is wanted a position after the use."""
+    step = Profile(
+        [1.0] * 10, [0, 0, 0, 0, 0, 0, 8, 8, 0, 0], [8, 8], [0, 5], [4, 8], [5, 9], [4, 8], earlier=(-1, 0)
+    )
+    link = Link(4.0, 8.0, latency=0.0)
+    late, early = (plan(replace(step, earlier=earlier), 8, link) for earlier in ((), (-1, 0)))
+    assert late.release == early.release == {1: 6}
+    assert (late.early, early.early) == ({}, {1: 0})
+    reload = (8, Cause.RELOAD, 1.0)
+    waits = [[(stall.position, stall.cause, stall.seconds) for stall in made.stalls] for made in (late, early)]
+    assert waits == [[(6, Cause.RELEASE, 1.0), reload], [reload]]
+
+
+def test_no_copy_begins_early_where_another_is_wanted_sooner() -> None:
+    """That of the last block, which has the bytes of the first, would be in front of the second's."""
+    step = Profile(
+        [1.0] * 13,
+        [0, 0, 0, 8, 8, 8, 8, 8, 16, 0, 0, 0, 0],
+        [8, 8, 8],
+        [0, 1, 5],
+        [4, 11, 10],
+        [5, 12, 11],
+        [4, 11, 10],
+        earlier=(-1, -1, 0),
+    )
+    made = plan(step, 16, Link(4.0, 8.0, latency=0.0))
+    assert (made.release, made.early, made.stalls) == ({1: 3, 2: 8}, {}, ())
+
+
 def test_a_block_has_the_bytes_of_one_before_it() -> None:
     with pytest.raises(ValueError, match="saved later"):
         Profile([1.0] * 4, [0] * 4, [8], [0], [2], [3], [2], earlier=[0])
@@ -187,6 +217,14 @@ def test_blocks_that_backward_never_uses_do_not_come_back() -> None:
     step = Profile([1.0] * 4, [0] * 4, [8, 8], [0, 1], [3, 3], [3, 3], [3, 3])
     made = plan(step, 8, Link(8.0, 8.0))
     assert made.reload == {b: 3 for b in made.release} == {0: 3}
+
+
+def test_blocks_that_backward_never_uses_are_not_waited_for_when_they_go() -> None:
+    """The first lets go of its bytes long before the step ends, and its copy back would take longer than that."""
+    step = Profile([1.0] * 8, [0] * 8, [8, 8], [0, 3], [5, 6], [5, 7], [5, 6])
+    made = plan(step, 8, Link(8.0, 1.0, latency=0.0))
+    assert (made.release, made.seconds, made.stalls) == ({0: 3}, 8.0, ())
+    assert least_seconds(step.moments, 8, Link(8.0, 1.0)) == 8.0
 
 
 @pytest.mark.parametrize("seed", range(4))
