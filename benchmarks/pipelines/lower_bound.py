@@ -36,7 +36,8 @@ def least_of_pipeline(
 
     - An act begins when the one before it on its rank has ended, and the one whose result it needs.
     - What is copied was saved before. What is away was copied, and has its use still to come; a copy that is there
-      from before does for the next time.
+      from before does for the next time. What nobody uses any more before it is dropped, as most of what the first
+      of two parts of a backward has used, does not come back.
     - What would be on the device if nothing left, less what is away, is at most the budget.
     - Between two moments no more is copied in each direction than the link moves meanwhile.
 
@@ -143,23 +144,37 @@ class _Running:
 
 
 class _Group:
-    """Blocks of one graph with as many lives: how much of them may be copied and away.
+    """Blocks of one graph with as many lives: how much of them may be copied, and, of each life, away.
 
-    before: the columns of what was copied by the moment before, and was away then.
+    copied, away: the columns of what was copied by the moment before, and was away then.
     """
 
     def __init__(self, program: _Program) -> None:
-        self.saved, self.loose = _Running(program), _Running(program)
-        self.before: tuple[int, int] | None = None
+        self.saved = _Running(program)
+        self.loose: defaultdict[int, _Running] = defaultdict(lambda: _Running(program))
+        self.copied: int | None = None
+        self.away: dict[int, int] = {}
 
 
 @dataclass
 class _Changes:
-    """By how much more of each group was saved at a moment, and may be away. last: those that change no more."""
+    """By how much more of each group was saved at a moment, and of each life may be away.
 
-    saved: defaultdict[Group, Sum] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    loose: defaultdict[Group, Sum] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    gone: what may have been away and needs not come back. last: the groups that change no more.
+    """
+
+    saved: defaultdict[Group, Sum] = field(default_factory=lambda: defaultdict(_sum))
+    loose: defaultdict[Group, defaultdict[int, Sum]] = field(default_factory=lambda: defaultdict(_sums))
+    gone: defaultdict[Group, defaultdict[int, Sum]] = field(default_factory=lambda: defaultdict(_sums))
     last: set[Group] = field(default_factory=set)
+
+
+def _sum() -> Sum:
+    return defaultdict(float)
+
+
+def _sums() -> defaultdict[int, Sum]:
+    return defaultdict(_sum)
 
 
 class _Rank:
@@ -225,8 +240,10 @@ class _Rank:
             if life.number == 0:
                 found[life.saved].saved[life.group][column] += size
             if life.loose < life.used:
-                found[life.loose].loose[life.group][column] += size
-                found[life.used].loose[life.group][column] -= size
+                found[life.loose].loose[life.group][life.number][column] += size
+                found[life.used].loose[life.group][life.number][column] -= size
+                if not life.returns:
+                    found[life.used].gone[life.group][life.number][column] += size
         seen: set[Group] = set()
         for change in reversed(found):
             change.last |= {*change.saved, *change.loose} - seen
@@ -242,21 +259,27 @@ class _Rank:
         for key in sorted({*self._groups, *change.saved, *change.loose}):
             group = self._groups[key]
             group.saved.add(change.saved.get(key, {}))
-            group.loose.add(change.loose.get(key, {}))
-            copied, away = program.column(), program.column()
+            for life, more in change.loose.get(key, {}).items():
+                group.loose[life].add(more)
+            copied = program.column()
             program.at_least(group.saved.now, {copied: 1.0})
-            program.at_least(group.loose.now, {away: 1.0})
-            program.at_least({copied: 1.0}, {away: 1.0})
             out[copied] = 1.0
-            kept[away] = 1.0
-            if group.before is not None:
-                was_copied, was_away = group.before
-                program.at_least({copied: 1.0}, {was_copied: 1.0})
-                out[was_copied] = -1.0
-                returned = program.column()
-                program.at_least({returned: 1.0, away: 1.0}, {was_away: 1.0})
-                back[returned] = 1.0
-            group.before = copied, away
+            if group.copied is not None:
+                program.at_least({copied: 1.0}, {group.copied: 1.0})
+                out[group.copied] = -1.0
+            group.copied = copied
+            # Each block is in one of its lives.
+            away = {life: program.column() for life in group.loose}
+            program.at_least({copied: 1.0}, dict.fromkeys(away.values(), 1.0))
+            for life, column in away.items():
+                program.at_least(group.loose[life].now, {column: 1.0})
+                kept[column] = 1.0
+                if life in group.away:
+                    returned = program.column()
+                    gone = change.gone.get(key, {}).get(life, {})
+                    program.at_least({returned: 1.0, column: 1.0} | gone, {group.away[life]: 1.0})
+                    back[returned] = 1.0
+            group.away = away
             if key in change.last:
                 del self._groups[key]
         for each in full:

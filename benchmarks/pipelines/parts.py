@@ -59,8 +59,9 @@ class Life:
     """What lies between two uses of a block, or between its save and its first use; the first is number 0.
 
     It is there where its layer goes in this way. saved: the first moment at which it was saved. loose: the first at
-    which it may be away. used: the first at which it must be back. Moments are numbered through the rank's step.
-    group: of its block, the graph and whether that has several lives.
+    which it may be away. used: the first at which it must be back. returns: whether it must; if not, nobody uses it
+    any more, and it is dropped then. Moments are numbered through the rank's step. group: of its block, the graph
+    and whether that has several lives.
     """
 
     group: tuple[int, bool]
@@ -71,6 +72,7 @@ class Life:
     saved: int
     loose: int
     used: int
+    returns: bool
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ class _Cut:
                     self._moment(positions, profile.saved[b] + 1),
                     self._moment(positions, loose[b]),
                     there,
+                    used < profile.dropped[b],
                 )
             )
         return found

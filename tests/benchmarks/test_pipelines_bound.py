@@ -126,29 +126,32 @@ def test_what_nothing_keeps_is_said() -> None:
         least_of_pipeline([rank([layer()], ["F0", "B0"])], [SIZE - MIB], [EVEN])
 
 
-def test_a_block_that_leaves_twice_is_copied_once() -> None:
-    """It is used by each part of the backward, and between these as before them another needs its room."""
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_block_that_leaves_twice_is_copied_once_and_returns_for_each_use(uses: int) -> None:
+    """Between the two parts of a backward, as before them, another block needs its room."""
     names = [
         *[("begin", 0, 1, 0), ("forward", 0, 0, 0), ("saved", 0, 0, 0)],
         *[("begin", 1, 1, 0), ("forward", 1, 0, 0)],
         *[("backward", 0, 0, 0), ("used", (0, 0, 0), 0)],
         *[("begin", 2, 1, 0), ("forward", 2, 0, 0)],
         *[("backward", 0, 0, 1), ("used", (0, 0, 0), 1), ("dropped", (0, 0, 0), 0)],
+        *[("begin", 3, 1, 0), ("forward", 3, 0, 0), ("used", (3, 0, 0), 0)],
     ]
-    seconds = [0, MS, 0, 0, MS, 0, MS, 0, MS, 0, MS, 0]
-    unmovable = [0, SIZE, 0, 0, SIZE, 0, 0, 0, SIZE, 0, 0, 0]
+    seconds = [0, MS, 0, 0, MS, 0, MS, 0, MS, 0, 0, 0, 0, MS, 0]
+    unmovable = [0, SIZE, 0, 0, SIZE, 0, 0, 0, SIZE, 0, 0, 0, 0, SIZE, 0]
     blocks = [(0, 0, 0), (0, 0, 0, 1)]
-    profile = Profile(seconds, unmovable, [SIZE] * 2, [2, 7], [6, 10], [7, 11], [5, 9], [0] * 12, [3, 8])
-    kinds = [("F", 0, 0, 3), ("F", 1, 3, 5), ("I", 0, 5, 7), ("F", 2, 7, 9), ("W", 0, 9, 12)]
+    used = [6, 10 if uses == 2 else 11]
+    profile = Profile(seconds, unmovable, [SIZE] * 2, [2, 7], used, [7, 11], [5, 9], [0] * 15, [3, 8])
+    kinds = [("F", 0, 0, 3), ("F", 1, 3, 5), ("I", 0, 5, 7), ("F", 2, 7, 9), ("W", 0, 9, 12), ("F", 3, 12, 15)]
     acts = [Act(kind, 0, b, profile.clock[a], profile.clock[z], a) for kind, b, a, z in kinds]
     ranks = [
         RankStep(
-            [*acts, Act("B", 0, 1, 5 * MS, 5 * MS, 12), Act("B", 0, 2, 5 * MS, 5 * MS, 12)],
+            [*acts, *(Act("B", 0, n, 5 * MS, 5 * MS, 15) for n in (1, 2, 3))],
             {None: RecordedStep(names, blocks, profile)},
         )
     ]
     slow_out = Link(RATE / 4, RATE, 1.0, 0.0)
-    assert least_of_pipeline(ranks, [SIZE], [slow_out]) == pytest.approx((5 + 4 + 1 + 1) * MS)
+    assert least_of_pipeline(ranks, [SIZE], [slow_out]) == pytest.approx((5 + 4 + uses) * MS)
 
 
 @pytest.mark.parametrize("case", OPTIMA, ids=lambda case: f"{case['kind']} {case['seed']}")

@@ -10,18 +10,15 @@ import pytest
 from emulator.tests.hccl_jobs import SCHEDULES, said
 
 WORKER = ("-m", "tests.distributed.pipeline")
+WAYS = {"eager": ("layer order", "auto, 50 %"), "late": ("auto, 50 %",), "random": ("auto, 50 %",)}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_two_stages(schedule: tuple[str, ...], tmp_path: Path) -> None:
-    ways = () if schedule == ("eager",) else ("--tiered", "auto, 50 %")
-    check(said(tmp_path, 2, ("--races", "--schedule", *schedule), *WORKER, "GPipe", "1F1B", *ways))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_two_stages_on_each_of_two_ranks(schedule: tuple[str, ...], tmp_path: Path) -> None:
+def test_two_ranks(schedule: tuple[str, ...], tmp_path: Path) -> None:
+    """The last three have two stages on each."""
     options = ("--races", "--schedule", *schedule)
-    check(said(tmp_path, 2, options, *WORKER, "interleaved", "zero bubble", "ZBV", "--tiered", "auto, 50 %"))
+    names = ("GPipe", "1F1B", "interleaved", "zero bubble", "ZBV")
+    check(said(tmp_path, 2, options, *WORKER, *names, "--tiered", *WAYS[schedule[0]]))
 
 
 def test_four_ranks(tmp_path: Path) -> None:
