@@ -26,7 +26,7 @@ from .stepping import Stepping
 
 _log = logging.getLogger("tiered_mem.optimizer")
 
-# The tensor has its storage, and so has Python, whoever asks.
+# The tensor has its storage, and so has Python, where somebody asks.
 _ALONE = 2
 _Kind = tuple[torch.dtype, torch.device]
 
@@ -295,9 +295,7 @@ class _Waiting:
 
 def _is_alone(tensor: torch.Tensor) -> bool:
     """Whether a guard of the tensor sees all uses of its memory."""
-    return (
-        not spread_of(tensor)
-        and can_guard(tensor)
-        and not tensor.is_inference()
-        and storage_uses(storage_id(tensor.untyped_storage())) <= _ALONE
-    )
+    if spread_of(tensor) or not can_guard(tensor) or tensor.is_inference():
+        return False
+    storage = tensor.untyped_storage()  # torch 2.9 counts Python's only while somebody has it
+    return storage_uses(storage_id(storage)) <= _ALONE
