@@ -104,18 +104,22 @@ class Taken(NamedTuple):
 
 @dataclass
 class Contender:
-    """Something to put around the forward, None if there is no such thing here, and what was measured with it."""
+    """Something to put around the forward, None if there is no such thing here, and what was measured with it.
+
+    manager: whose plan there is to report of.
+    """
 
     name: str
     context: Any
     remark: str = ""
+    manager: TieringManager | None = None
     right: bool = True
     taken: list[Taken] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of a contender; None where it did not run, and the remark says why."""
+    """The figures of a contender; None where it did not run, and the remark says why. report: of policy="auto"."""
 
     name: str
     gradients: str
@@ -128,6 +132,7 @@ class Row:
     tensors_moved: int | None = None
     bytes_moved: int | None = None
     remark: str = ""
+    report: str = ""
 
 
 def compare(
@@ -160,21 +165,22 @@ def contenders(
     stays = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     yield Contender("two functions", stays)
 
-    def tiered(policy: Policy | str, min_bytes: int = 1, budget: int | None = None) -> Any:
+    def tiered(name: str, policy: Policy | str, min_bytes: int = 1, budget: int | None = None) -> Contender:
         # Seven of them with all of their memory at once are too much for a small machine.
         host = {"host_bytes": options.host_bytes, "preallocate": False}
-        manager = TieringManager(policy=policy, device=kind, device_budget=budget, **host)
-        return stack.enter_context(manager).offload_context(step.model.layers, min_bytes=min_bytes)
+        manager = stack.enter_context(TieringManager(policy=policy, device=kind, device_budget=budget, **host))
+        context = manager.offload_context(step.model.layers, min_bytes=min_bytes)
+        return Contender(name, context, manager=None if budget is None else manager)
 
-    yield Contender("layer order, none", tiered(LayerOrderPolicy(0)))
+    yield tiered("layer order, none", LayerOrderPolicy(0))
     for name, min_bytes in (("layer order, 1 MiB", MIB), ("layer order, all", 1)):
-        context = tiered(LayerOrderPolicy(options.offload, in_flight=options.in_flight), min_bytes)
-        yield Contender(name, context)
-    step.run(context)
+        all_move = tiered(name, LayerOrderPolicy(options.offload, in_flight=options.in_flight), min_bytes)
+        yield all_move
+    step.run(all_move.context)
     before, plain = step.plain
-    least = step.run(context).peak
+    least = step.run(all_move.context).peak
     for name, peak in (("ample", 2 * plain), ("half", (plain + least) // 2), ("tight", (plain + 9 * least) // 10)):
-        yield Contender(f"auto, {name}", tiered("auto", budget=before + peak))
+        yield tiered(f"auto, {name}", "auto", budget=before + peak)
     yield Contender("save_on_cpu, pinned", save_on_cpu(pin_memory=True, device_type=kind))
     for package, module in PEERS.items():
         for streams in (True, False):
@@ -240,6 +246,7 @@ def row(contender: Contender, plain: Contender, saved: int, copies: CopiesToHost
         tensors_moved=copies.count,
         bytes_moved=copies.nbytes,
         remark=contender.remark,
+        report="" if contender.manager is None else str(contender.manager.report()),
     )
 
 

@@ -84,9 +84,16 @@ def parts(kind: str, small: bool) -> list[Part]:
         size = small_size if small else full_size
         return Part(name, ("-m", f"benchmarks.{name}", *size), share, needs=rich, on_cpu=False)
 
-    saved = ("saved_tensors", "saved_views", "changed_tensors", "wrapper_tensors", "dropped_blocks")
-    layers = ("layer_context", "nested_layers", "checkpointed_layers", "hard_graphs", "plain_context")
-    states = ("equality", "phases", "streams", "residence", "checkpoints")
+    saved = (
+        "saved_tensors",
+        "saved_views",
+        "changed_tensors",
+        "wrapper_tensors",
+        "dropped_blocks",
+        "retained_copies",
+    )
+    layers = ("layer_context", "nested_layers", "checkpointed_layers", "hard_graphs", "plain_context", "recompute")
+    states = ("equality", "phases", "streams", "residence", "checkpoints", "overlap_backward", "overlap_forward")
     tests = [
         tests_of("device and copies", 25, *files("device", "device", "transfer", "transfer_failures")),
         tests_of("host memory", 25, *files("tiers", "torch_memory", "host_memory"), *files("cli", "link")),
@@ -94,7 +101,7 @@ def parts(kind: str, small: bool) -> list[Part]:
             *("activations", 60, *files("manager", "manager")),
             *files("activations", "offload_context", *saved, *layers, "training_loops"),
         ),
-        tests_of("optimizer", 60, *files("optimizer", *states)),
+        tests_of("optimizer", 80, *files("optimizer", *states)),
         tests_of("phases", 25, *files("phases", "module_phases", "module_phase_contents")),
         tests_of("disk tier", 25, *files("activations", "spilling"), *files("optimizer", "disk_residence")),
         tests_of("Transformer Engine's interface", 40, "tests/cpu_offload"),

@@ -34,7 +34,7 @@ def test_a_real_device_is_named_first_with_what_failed() -> None:
     rates["figures"]["to_host"] = {"value": 21.5, "unit": "GB/s"}
     text = page([*results, Result(found)])
     assert "No real device" not in text
-    assert "Real devices in the table: Ascend910B3, NVIDIA H100 80GB HBM3. For another one" in text
+    assert "Real devices in the table: Ascend910B3, NVIDIA H100 80GB HBM3, NVIDIA H200. For another one" in text
     real, examples = text.split("## Devices")[1].split("## Examples, of no real device")
     (row,) = [line for line in real.splitlines() if line.startswith("| Ascend")]
     assert "emulated" not in row
