@@ -97,8 +97,8 @@ silicon: ## all that a machine with a device can tell, in nine minutes
 	$(PYTHON) -m benchmarks.silicon --device $(DEVICE) $(if $(SMALL),--small)
 
 # Without MAKEFLAGS, or the TORCH that is a version here would be the folder of the emulator's Makefile.
-matrix: ## the tests with TORCH=2.12 and PYTHON=python3.12, in a folder of their own: half an hour
-	@env -u MAKEFLAGS python3 -m benchmarks.matrix --torch $(TORCH) --python $(PYTHON)
+matrix: ## the tests with TORCH=2.12 and PYTHON=python3.12, all or PART=npu, in a folder of their own: half an hour
+	@env -u MAKEFLAGS python3 -m benchmarks.matrix --torch $(TORCH) --python $(PYTHON) $(if $(PART),--part $(PART))
 
 matrix-quick: ## a few of them, of which each must pass, with TORCH or 2.14: five minutes
 	@env -u MAKEFLAGS python3 -m benchmarks.matrix --quick --torch $(or $(TORCH),2.14) --python $(PYTHON)

@@ -4,12 +4,12 @@
 
 In a folder of its own it copies what git tracks, installs the versions, compiles the emulator against them where
 there is a torch_npu of that torch, and runs the tests: those of tiered_mem on the CPU and on the emulated NPU, and
-the emulator's. The result is a file in benchmarks/results/versions, of which `make versions-page` makes
-docs/versions.md. Failing tests are what it is for: the exit status is 1 only where no test could be run. It needs
+the emulator's. The result is a file in benchmarks/results/versions, and docs/versions.md is made anew of them
+all. Failing tests are what it is for: the exit status is 1 only where no test could be run. It needs
 Python 3.11 and no package.
 
 With --quick it runs a few of the tests, in a tenth of the time, and the file is in build/matrix. The exit status is
-then 1 where one fails.
+then 1 where one fails. With --part it runs that part alone, and the file keeps what it had of the others.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import versions_page
 from benchmarks.silicon import OTHERS_WARNINGS, outcomes, status_of
 from benchmarks.versions_page import RESULTS, release
 
@@ -50,26 +51,27 @@ def main() -> int:
     options = parse()
     folder = ROOT / "build" / "matrix" / f"torch-{options.torch}-{Path(options.python).name}"
     made = Installation(folder, options.python, options.torch)
-    result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **made.versions(),
-        "parts": [],
-    }
-    for part, paths in parts(result["torch_npu"], options.quick).items():
-        print(f"{part}: tests", flush=True)
-        result["parts"].append(made.tests(part, paths, options.jobs))
-        print(f"  {result['parts'][-1]['counts']}", flush=True)
+    versions = made.versions()
+    done = []
+    for part, paths in parts(versions["torch_npu"], options.quick).items():
+        if options.part in (None, part):
+            print(f"{part}: tests", flush=True)
+            done.append(made.tests(part, paths, options.jobs))
+            print(f"  {done[-1]['counts']}", flush=True)
     if not options.keep:
         shutil.rmtree(folder)
     results = folder.parent if options.quick else RESULTS
     results.mkdir(parents=True, exist_ok=True)
-    path = results / f"torch-{release(result)}-python-{result['python']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = results / f"torch-{release(versions)}-python-{versions['python']}.json"
+    kept = [] if options.part is None else others(path, versions, options.part)
+    path.write_text(json.dumps({**versions, "parts": [*kept, *done]}, indent=1) + "\n")
     print(path)
-    failed = [each for part in result["parts"] for each in part["failed"] if options.quick]
+    if not options.quick:
+        versions_page.main([])  # a test wants it to be that of the files
+    failed = [each for part in done for each in part["failed"] if options.quick]
     for each in failed:
         print(f"{each['test']}: {each['why']}")
-    return 1 if failed or not all(each["counts"].get("passed") for each in result["parts"]) else 0
+    return 1 if failed or not all(each["counts"].get("passed") for each in done) or not done else 0
 
 
 def parts(torch_npu: str | None, quick: bool) -> dict[str, tuple[str, ...]]:
@@ -78,6 +80,16 @@ def parts(torch_npu: str | None, quick: bool) -> dict[str, tuple[str, ...]]:
         return QUICK
     on_npu = {"emulator": ("emulator/tests",), "npu": ("tests",)}
     return {"cpu": ("tests",)} | ({} if torch_npu is None else on_npu)
+
+
+def others(path: Path, versions: dict[str, str | None], part: str) -> list[dict[str, Any]]:
+    """The other parts of an earlier run with the same versions."""
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    if any(earlier[name] != version for name, version in versions.items()):
+        return []
+    return [each for each in earlier["parts"] if each["part"] != part]
 
 
 class Installation:
@@ -139,6 +151,7 @@ class Installation:
         end = {} if told["counts"] else {"output": log.read_text(errors="replace")[-_TAIL:]}
         return {
             "part": part,
+            "date": datetime.date.today().isoformat(),
             "races": races,
             "quick": part in QUICK and paths == QUICK[part],
             "status": status,
@@ -202,6 +215,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--python", default="python3", help="the command of a Python, such as python3.12")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
     parser.add_argument("--quick", action="store_true", help="a few of the tests")
+    parser.add_argument("--part", choices=["cpu", "emulator", "npu"], help="these tests alone")
     parser.add_argument("--keep", action="store_true", help="leave the folder, which has several GiB")
     return parser.parse_args(arguments)
 
