@@ -29,6 +29,8 @@ def captured(device: str, work: Callable[[], object], stream: Any = None) -> Any
     graph = module.NPUGraph() if device == "npu" else module.CUDAGraph()
     with module.graph(graph, stream=stream):
         work()
+    # torch_npu 2.9 gives each graph a seed, on the capturing stream, and another when it is replayed on any other.
+    module.synchronize()
     return graph
 
 

@@ -121,6 +121,7 @@ def test_neither_call_takes_more_steps_for_there_being_many_slabs() -> None:
         assert pool.stats().source_calls == slabs
         return taken
 
+    steps_in_a_pool_of(1)  # Python 3.12 counts instructions from the second time on
     assert steps_in_a_pool_of(300) == steps_in_a_pool_of(3) > 0
 
 

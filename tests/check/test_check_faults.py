@@ -32,7 +32,7 @@ DEVICES = {
     "an event that does not order": (
         ("--fault", "lost_wait:p=1"),
         "events order streams",
-        "a side stream that waited for an event read before it, ",
+        " stream that waited for an event read before it, ",
     ),
     "wrong bytes to the host": (
         ("--fault", "copy_d2h:p=1"),
