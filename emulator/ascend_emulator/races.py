@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 from ascend_emulator.errors import EmulatorError
@@ -126,8 +126,12 @@ class _Sites:
     """Numbers for the stacks that the runtime asks for: it keeps a number with each use of memory."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[tuple[CodeType, int], ...], int] = {}
-        self._stacks: list[tuple[tuple[CodeType, int], ...]] = [()]
+        # By where in which code each frame is. A code's hash reads all of it, so it goes by its id, which no other
+        # gets while it is alive.
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._codes: dict[int, CodeType] = {}
+        self._by_line: dict[tuple[tuple[int, int], ...], int] = {}
+        self._stacks: list[tuple[tuple[int, int], ...]] = [()]
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(self._ask)
 
     def serve(self) -> None:
@@ -137,7 +141,7 @@ class _Sites:
         atexit.register(tell, None)
 
     def stack(self, number: int) -> traceback.StackSummary:
-        parts = self._stacks[number]
+        parts = [(self._codes[code], line) for code, line in self._stacks[number]]
         frames = [
             traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
             for code, line in parts
@@ -146,18 +150,29 @@ class _Sites:
         return traceback.StackSummary.from_list(reversed(frames))
 
     def _ask(self) -> int:
-        parts: list[tuple[CodeType, int]] = []
-        frame = sys._getframe().f_back
+        where: list[int] = []
+        first = frame = sys._getframe().f_back
+        while frame is not None and len(where) < 2 * _DEPTH:
+            where += (id(frame.f_code), frame.f_lasti)
+            frame = frame.f_back
+        key = tuple(where)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = self._number(first)
+        return number
+
+    def _number(self, frame: FrameType | None) -> int:
+        """The number of the lines that the frames are in, which several calls in one of them share."""
+        parts: list[tuple[int, int]] = []
         while frame is not None and len(parts) < _DEPTH:
-            parts.append((frame.f_code, frame.f_lineno or 0))
+            self._codes[id(frame.f_code)] = frame.f_code
+            parts.append((id(frame.f_code), frame.f_lineno or 0))
             frame = frame.f_back
         if not parts:
             return 0
-        key = tuple(parts)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._stacks)
-            self._stacks.append(key)
+        number = self._by_line.setdefault(tuple(parts), len(self._stacks))
+        if number == len(self._stacks):
+            self._stacks.append(tuple(parts))
         return number
 
 

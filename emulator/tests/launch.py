@@ -61,6 +61,15 @@ def run_ranks(
     return run(*command, cwd=cwd, pythonpath=ROOT, **OF_RANKS | environment)
 
 
+def fork_ranks(
+    ranks: int, options: tuple[str, ...], module: str, *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The module on as many emulated devices, as ranks that have begun with torch imported."""
+    forked = ("-m", "emulator.tests.forked_ranks", str(ranks), module)
+    command = (*EMULATOR, "--devices", str(ranks), *options, *forked, *arguments)
+    return run(*command, cwd=cwd, pythonpath=ROOT, **OF_RANKS | environment)
+
+
 def command_of_ranks(ranks: int, options: tuple[str, ...], *arguments: str) -> list[str]:
     """What Python gets."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))

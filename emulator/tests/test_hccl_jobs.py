@@ -1,4 +1,4 @@
-"""torch.distributed over HCCL: unmodified programs, in jobs that torchrun starts."""
+"""torch.distributed over HCCL: unmodified programs, in jobs of several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emulator.tests.hccl_jobs import HBM, job, said
+from emulator.tests.hccl_jobs import HBM, job, said, said_to_torchrun
 from emulator.tests.launch import run_ranks
 
 pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
 
 @pytest.mark.slow(why="its processes import torch, and meet for each collective")
 def test_every_collective_of_torch_gives_what_gloo_gives(tmp_path: Path) -> None:
-    for line in said(tmp_path, 2, ("--races",), "-m", "emulator.tests.collectives"):
+    for line in said_to_torchrun(tmp_path, 2, ("--races",), "-m", "emulator.tests.collectives"):
         assert (line["wrong"], line["checks"], line["races"]) == ({}, 19, [])
 
 
@@ -35,7 +35,7 @@ def test_every_collective_of_torch_gives_what_gloo_gives(tmp_path: Path) -> None
 def test_collectives_in_other_schedules_with_a_clock_and_on_more_ranks(
     ranks: int, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for line in said(tmp_path, ranks, options, "-m", "emulator.tests.collectives"):
+    for line in said(tmp_path, ranks, options, "emulator.tests.collectives"):
         assert (line["wrong"], line["races"]) == ({}, [])
 
 
@@ -57,7 +57,7 @@ def check_training(lines: list[Any], same: str, *ways: str) -> None:
 )
 def test_ddp_and_fsdp2_train_as_over_gloo(options: tuple[str, ...], tmp_path: Path) -> None:
     ways = ("without_hccl", "ddp", "fsdp2", "fsdp2_with_cpu_offload")
-    lines = said(tmp_path, 2, options, "-m", "emulator.tests.hccl_training", *ways)
+    lines = said(tmp_path, 2, options, "emulator.tests.hccl_training", *ways)
     check_training(lines, *ways)
     for line in lines:  # whose kernels have the CPU's bits
         assert all(line[f"{way} perceptrons"]["npu"] == line[f"{way} perceptrons"]["cpu"] for way in ways)
@@ -67,7 +67,7 @@ def test_ddp_and_fsdp2_train_as_over_gloo(options: tuple[str, ...], tmp_path: Pa
 @job
 def test_the_order_of_sums_is_that_of_the_ranks(tmp_path: Path) -> None:
     ways = ("without_hccl", "ddp", "without_hccl_in_pairs", "hsdp")
-    lines = said(tmp_path, 4, ("--races",), "-m", "emulator.tests.hccl_training", *ways)
+    lines = said(tmp_path, 4, ("--races",), "emulator.tests.hccl_training", *ways)
     check_training(lines, "without_hccl", "ddp")
     check_training(lines, "without_hccl_in_pairs", "hsdp")
     for line in lines:  # or the test could not tell
@@ -76,7 +76,7 @@ def test_the_order_of_sums_is_that_of_the_ranks(tmp_path: Path) -> None:
 
 @job
 def test_a_training_takes_the_same_modelled_time_each_time(tmp_path: Path) -> None:
-    arguments = ("-m", "emulator.tests.hccl_training", "ddp", "fsdp2")
+    arguments = ("emulator.tests.hccl_training", "ddp", "fsdp2")
     first, second = (said(tmp_path, 2, ("--clock", "910b3"), *arguments) for _ in range(2))
     assert first == second
     assert all(line["now"] > 0 for line in first)
@@ -84,14 +84,14 @@ def test_a_training_takes_the_same_modelled_time_each_time(tmp_path: Path) -> No
 
 @job
 def test_mixed_precision_reduces_in_float32(tmp_path: Path) -> None:
-    for line in said(tmp_path, 2, ("--races",), "-m", "emulator.tests.hccl_training", "fsdp2_bf16"):
+    for line in said(tmp_path, 2, ("--races",), "emulator.tests.hccl_training", "fsdp2_bf16"):
         for found in (line["fsdp2_bf16 llama"], line["fsdp2_bf16 perceptrons"]):
             assert found["npu"][0] == pytest.approx(found["cpu"][0], rel=1e-3)
 
 
 @job
 def test_device_meshes_dtensors_and_checkpoints(tmp_path: Path) -> None:
-    for line in said(tmp_path, 2, ("--races",), "-m", "emulator.tests.hccl_state", str(tmp_path / "checkpoint")):
+    for line in said(tmp_path, 2, ("--races",), "emulator.tests.hccl_state", str(tmp_path / "checkpoint")):
         assert (line["wrong"], line["races"]) == ([], [])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from emulator.tests.hccl_jobs import HBM, job, said
+from emulator.tests.hccl_jobs import HBM, job, said, said_to_torchrun
 from emulator.tests.launch import EMULATOR, run, run_ranks, write_script
 
 pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
 
 @job
 def test_what_does_not_wait_is_a_race_with_the_programs_lines(tmp_path: Path) -> None:
-    for line in said(tmp_path, 2, ("--races",), "-m", "emulator.tests.hccl_mistakes", "races"):
+    for line in said(tmp_path, 2, ("--races",), "emulator.tests.hccl_mistakes", "races"):
         assert line["found"] == {
             "read_without_wait": {"True": [], "False": [["HcclAllReduce", "aclnnMuls", True]]},
             "buffer_used_again": {"True": [], "False": [["HcclAllGather (reads)", "aclnnInplaceZero", True]]},
@@ -31,7 +31,7 @@ def test_what_does_not_wait_is_a_race_with_the_programs_lines(tmp_path: Path) ->
 
 @job
 def test_ranks_in_another_order_get_an_error_that_says_so(tmp_path: Path) -> None:
-    for line in said(tmp_path, 2, (), "-m", "emulator.tests.hccl_mistakes", "disorder"):
+    for line in said_to_torchrun(tmp_path, 2, (), "-m", "emulator.tests.hccl_mistakes", "disorder"):
         assert "all ranks must call the same, in the same order" in line["found"]
 
 
@@ -43,7 +43,7 @@ def test_the_watchdog_ends_a_process_whose_peer_is_gone_with_its_name(tmp_path: 
 
 @job
 def test_a_collective_in_a_graph_is_refused_and_the_next_one_runs(tmp_path: Path) -> None:
-    for line in said(tmp_path, 2, (), "-m", "emulator.tests.hccl_mistakes", "capture"):
+    for line in said_to_torchrun(tmp_path, 2, (), "-m", "emulator.tests.hccl_mistakes", "capture"):
         error, at_the_end, result = line["found"]
         assert "HcclAllReduce: a collective in a graph is not emulated" in error
         assert "was not joined" in at_the_end  # the collectives' stream had joined the capture
@@ -52,7 +52,7 @@ def test_a_collective_in_a_graph_is_refused_and_the_next_one_runs(tmp_path: Path
 
 @job
 def test_more_ranks_than_devices(tmp_path: Path) -> None:
-    (line, _) = said(tmp_path, 2, (), "-m", "emulator.tests.hccl_mistakes", "one_device")
+    (line, _) = said_to_torchrun(tmp_path, 2, (), "-m", "emulator.tests.hccl_mistakes", "one_device")
     assert "ranks 0 and 1 are both on device 0; each needs one of its own" in line["found"]
 
 

@@ -85,6 +85,18 @@ def test_a_race_in_a_loop_is_one_race() -> None:
 
 
 @watched
+def test_the_calls_of_a_line_are_one_place() -> None:
+    first, second, side = ones(), ones(), side_stream()
+    with torch.npu.stream(side):
+        _ = first.add_(1), second.add_(1)
+    _ = first.mul_(2), second.mul_(2)
+    torch.npu.synchronize()
+    found = races()
+    clear_races()
+    assert [race.count for race in found] == [2]
+
+
+@watched
 @pytest.mark.parametrize("halves", [(slice(0, N // 2), slice(N // 2, N)), (slice(N // 2, N), slice(0, N // 2))])
 def test_an_event_covers_what_was_written_before_it_and_no_more(halves: tuple[slice, slice]) -> None:
     target, side = ones(), side_stream()

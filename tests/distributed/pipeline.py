@@ -31,7 +31,7 @@ from tests.distributed.contest import DEVICE, Found, Tiered, contest, planned
 from tests.distributed.models import mesh_of
 from tiered_mem import TieringManager
 
-STEPS, MICROBATCHES, BATCH, TOKENS, LAYERS_OF_A_RANK = 3, 8, 1, 128, 4
+STEPS, MICROBATCHES, BATCH, TOKENS, LAYERS_OF_A_RANK = 3, 4, 1, 128, 4
 SMALLEST = 4096
 HOST_BYTES = "256MiB"
 

@@ -9,8 +9,8 @@ import pytest
 
 from emulator.tests.hccl_jobs import SCHEDULES, said
 
-WORKER = ("-m", "tests.distributed.pipeline")
-WAYS = {"eager": ("layer order", "auto, 50 %"), "late": ("auto, 50 %",), "random": ("auto, 50 %",)}
+WORKER = "tests.distributed.pipeline"
+WAYS = {"eager": ("layer order",), "late": ("auto, 50 %",), "random": ("auto, 50 %",)}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -18,7 +18,7 @@ def test_two_ranks(schedule: tuple[str, ...], tmp_path: Path) -> None:
     """The last three have two stages on each."""
     options = ("--races", "--schedule", *schedule)
     names = ("GPipe", "1F1B", "interleaved", "zero bubble", "ZBV")
-    check(said(tmp_path, 2, options, *WORKER, *names, "--tiered", *WAYS[schedule[0]]))
+    check(said(tmp_path, 2, options, WORKER, *names, "--tiered", *WAYS[schedule[0]]))
 
 
 def test_four_ranks(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     names = ("1F1B", "1F1B, sharded", "zero bubble")
     ways = ("--tiered", "layer order", "auto, 50 %")
     # FSDP2 beside the pipeline makes communicators, whose buffers fill the device by default.
-    check(said(tmp_path, 4, options, *WORKER, *names, *ways, HCCL_BUFFSIZE="8"))
+    check(said(tmp_path, 4, options, WORKER, *names, *ways, HCCL_BUFFSIZE="8"))
 
 
 def check(lines: list[Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emulator.tests.hccl_jobs import said
+from emulator.tests.hccl_jobs import said_to_torchrun
 
 WORKER = ("-m", "tests.distributed.too_small")
 
@@ -20,7 +20,7 @@ WORKER = ("-m", "tests.distributed.too_small")
     ids=str,
 )
 def test_all_ranks_end_with_one_sentence(ranks: int, small: int, ways: tuple[str, ...], tmp_path: Path) -> None:
-    lines = said(tmp_path, ranks, (), *WORKER, str(small), *ways)
+    lines = said_to_torchrun(tmp_path, ranks, (), *WORKER, str(small), *ways)
     for way in ways:
         (sentence,) = {line[way]["said"] for line in lines}
         assert f"all ranks of this machine end here: the budget of rank {small} (process " in sentence

@@ -9,11 +9,13 @@ import pytest
 
 from emulator.tests.hccl_jobs import SCHEDULES, said
 
-WORKER = ("-m", "tests.distributed.training")
+WORKER = "tests.distributed.training"
 COMPUTING = ("cheap", "full")
-# In the eager schedule all of them are there.
-WAYS = {"late": ("full",), "random": ("layer order",)}
-# A rank imports torch for as long as it trains in one of them: they share a job.
+WAYS = {
+    "eager": ("cheap", "one by moving, one by computing", "auto"),
+    "late": ("full", "auto, unlike"),
+    "random": ("layer order", "auto, unlike"),
+}
 OF_TWO = ("fsdp2", "fsdp2, kept whole", "fsdp2, bf16", "fsdp2, checkpointed", "ddp", "tp")
 OF_FOUR = ("fsdp2, whole in pairs", "hsdp", "tp")
 # Layers with collectives of their own are not computed again.
@@ -22,22 +24,22 @@ OF_ITS_OWN = ("tp",)
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_two_ranks_come_to_the_plain_bits(schedule: tuple[str, ...], tmp_path: Path) -> None:
-    ways = () if schedule == ("eager",) else ("--tiered", *WAYS[schedule[0]], "auto, unlike")
-    check(said(tmp_path, 2, ("--races", "--schedule", *schedule), *WORKER, *OF_TWO, *ways), OF_TWO)
+    options = ("--races", "--schedule", *schedule)
+    check(said(tmp_path, 2, options, WORKER, *OF_TWO, "--tiered", *WAYS[schedule[0]]), OF_TWO)
 
 
 def test_four_ranks_come_to_the_plain_bits(tmp_path: Path) -> None:
     options = ("--races", "--schedule", "late")
     ways = ("layer order", "full", "auto, unlike")
     # To gather within pairs FSDP2 makes communicators for each layer, whose buffers fill the device by default.
-    lines = said(tmp_path, 4, options, *WORKER, *OF_FOUR, "--tiered", *ways, HCCL_BUFFSIZE="8")
+    lines = said(tmp_path, 4, options, WORKER, *OF_FOUR, "--tiered", *ways, HCCL_BUFFSIZE="8")
     check(lines, OF_FOUR)
 
 
 def test_eight_ranks_come_to_the_plain_bits(tmp_path: Path) -> None:
     options = ("--races", "--schedule", "random", "--seed", "5")
     ways = ("cheap", "auto, unlike")
-    check(said(tmp_path, 8, options, *WORKER, "fsdp2", "--tiered", *ways), ("fsdp2",))
+    check(said(tmp_path, 8, options, WORKER, "fsdp2", "--tiered", *ways), ("fsdp2",))
 
 
 def check(lines: list[Any], spread: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def test_a_sharded_training_is_the_plain_one_and_resumes_in_all_directions(tmp_path: Path) -> None:
-    for line in said(tmp_path, 2, (), "-m", "tests.integrations.fsdp2_worker", str(tmp_path)):
+    for line in said(tmp_path, 2, (), "tests.integrations.fsdp2_worker", str(tmp_path)):
         for registered in ("before", "after"):
             assert line[registered] == line["plain"]
             assert line[f"{registered} goes on"] == line["plain goes on"]

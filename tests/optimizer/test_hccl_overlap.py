@@ -10,7 +10,7 @@ from emulator.tests.hccl_jobs import SCHEDULES, job, said
 
 pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
 
-WORKER = ("-m", "tests.optimizer.hccl_overlap_worker")
+WORKER = "tests.optimizer.hccl_overlap_worker"
 
 
 @job
@@ -18,7 +18,7 @@ WORKER = ("-m", "tests.optimizer.hccl_overlap_worker")
 def test_a_sharded_training_is_the_one_without_an_overlap(schedule: tuple[str, ...], tmp_path: Path) -> None:
     """FSDP2 calls the hooks of a parameter on the stream on which it has scattered the gradient's sum."""
     ways = ("fsdp2", "announced", "at last", "hsdp")
-    for line in said(tmp_path, 2, ("--races", "--schedule", *schedule), *WORKER, *ways):
+    for line in said(tmp_path, 2, ("--races", "--schedule", *schedule), WORKER, *ways):
         for way in ways:
             plain, tiered = line[way]["plain"], line[way]["tiered"]
             assert tiered["outcome"] == plain["outcome"], way
@@ -35,7 +35,7 @@ def test_what_changes_gradients_after_backward_is_refused_in_the_first_step(tmp_
         for alike, later in ((False, False), (True, False), (True, True))
     ]
     unseen = "clipped, which changes nothing"
-    for line in said(tmp_path, 2, (), *WORKER, "clipped", unseen, *ddp):
+    for line in said(tmp_path, 2, (), WORKER, "clipped", unseen, *ddp):
         for way in ("clipped", *ddp):
             assert "gradients were changed between backward and step" in line[way], way
         # And when it does change something, there are no gradients.

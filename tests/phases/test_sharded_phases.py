@@ -12,7 +12,7 @@ from emulator.tests.hccl_jobs import SCHEDULES, job, said
 
 pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
 
-WORKER = ("-m", "tests.phases.sharded_worker")
+WORKER = "tests.phases.sharded_worker"
 LOSSES = 512  # what the device has them in
 
 
@@ -35,7 +35,7 @@ def test_a_sharded_training_with_phases_is_the_one_without(
     schedule: tuple[str, ...], cycles: int, tmp_path: Path
 ) -> None:
     """Uneven shards, a tied weight and a frozen one; from the second cycle on there is no growth."""
-    for line in said(tmp_path, 4, ("--races", "--schedule", *schedule), *WORKER, str(cycles), "fsdp2"):
+    for line in said(tmp_path, 4, ("--races", "--schedule", *schedule), WORKER, str(cycles), "fsdp2"):
         check(line, ["fsdp2"], cycles)
 
 
@@ -43,7 +43,7 @@ def test_a_sharded_training_with_phases_is_the_one_without(
 def test_each_way_to_share_a_model(tmp_path: Path) -> None:
     ways = ("kept", "over two", "bf16", "hsdp", "tensor parallel", "ddp", "ddp, views")
     options = ("--races", "--schedule", "late")
-    for line in said(tmp_path, 4, options, *WORKER, "3", *ways, HCCL_BUFFSIZE="8"):
+    for line in said(tmp_path, 4, options, WORKER, "3", *ways, HCCL_BUFFSIZE="8"):
         check(line, ways, 3)
 
 
@@ -51,5 +51,5 @@ def test_each_way_to_share_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_two_ranks(schedule: tuple[str, ...], tmp_path: Path) -> None:
     ways = ("kept", "fsdp2", "tensor parallel", "ddp")
-    for line in said(tmp_path, 2, ("--races", "--schedule", *schedule), *WORKER, "3", *ways):
+    for line in said(tmp_path, 2, ("--races", "--schedule", *schedule), WORKER, "3", *ways):
         check(line, ways, 3)

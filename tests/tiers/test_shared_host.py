@@ -11,14 +11,14 @@ from emulator.tests.hccl_jobs import job, said
 pytestmark = pytest.mark.once(why="its processes have a schedule of their own")
 
 MIB = 1 << 20
-WORKER = ("-m", "tests.tiers.shared_host_worker")
+WORKER = "tests.tiers.shared_host_worker"
 PARTS = (4, 2, 1, 1)
 
 
 @job
 def test_who_needs_more_host_memory_has_it_from_those_who_need_less(tmp_path: Path) -> None:
     """All need 128 MiB together, which is there for the first time where nobody keeps an equal part for itself."""
-    lines = said(tmp_path, len(PARTS), (), *WORKER, "shared", "equal", TIERED_MEM_HOST_LIMIT="256MiB")
+    lines = said(tmp_path, len(PARTS), (), WORKER, "shared", "equal", TIERED_MEM_HOST_LIMIT="256MiB")
     for parts, line in zip(PARTS, lines, strict=True):
         shared, equal = line["shared"], line["equal"]
         assert shared["right"]
