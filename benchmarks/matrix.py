@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks import versions_page
 from benchmarks.silicon import OTHERS_WARNINGS, outcomes, status_of
-from benchmarks.versions_page import RESULTS, release
+from benchmarks.versions_page import PARTS, RESULTS, release
 
 ROOT = Path(__file__).parents[1]
 # They look at the code and not at what it runs with.
@@ -215,7 +215,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--python", default="python3", help="the command of a Python, such as python3.12")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
     parser.add_argument("--quick", action="store_true", help="a few of the tests")
-    parser.add_argument("--part", choices=["cpu", "emulator", "npu"], help="these tests alone")
+    parser.add_argument("--part", choices=sorted(PARTS), help="these tests alone")
     parser.add_argument("--keep", action="store_true", help="leave the folder, which has several GiB")
     return parser.parse_args(arguments)
 

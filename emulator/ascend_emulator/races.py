@@ -126,12 +126,11 @@ class _Sites:
     """Numbers for the stacks that the runtime asks for: it keeps a number with each use of memory."""
 
     def __init__(self) -> None:
-        # By where in which code each frame is. A code's hash reads all of it, so it goes by its id, which no other
-        # gets while it is alive.
+        # By where in which code each frame is, and by its line. A code's hash reads all of it, so codes go by their
+        # ids, which no others get while a stack keeps them.
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._codes: dict[int, CodeType] = {}
-        self._by_line: dict[tuple[tuple[int, int], ...], int] = {}
-        self._stacks: list[tuple[tuple[int, int], ...]] = [()]
+        self._by_line: dict[tuple[tuple[int, int], ...], int] = {(): 0}
+        self._stacks: list[list[tuple[CodeType, int]]] = [[]]
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(self._ask)
 
     def serve(self) -> None:
@@ -141,10 +140,9 @@ class _Sites:
         atexit.register(tell, None)
 
     def stack(self, number: int) -> traceback.StackSummary:
-        parts = [(self._codes[code], line) for code, line in self._stacks[number]]
         frames = [
             traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
-            for code, line in parts
+            for code, line in self._stacks[number]
             if not code.co_filename.startswith(_NOT_THE_PROGRAM)
         ]
         return traceback.StackSummary.from_list(reversed(frames))
@@ -163,16 +161,14 @@ class _Sites:
 
     def _number(self, frame: FrameType | None) -> int:
         """The number of the lines that the frames are in, which several calls in one of them share."""
-        parts: list[tuple[int, int]] = []
+        parts: list[tuple[CodeType, int]] = []
         while frame is not None and len(parts) < _DEPTH:
-            self._codes[id(frame.f_code)] = frame.f_code
-            parts.append((id(frame.f_code), frame.f_lineno or 0))
+            parts.append((frame.f_code, frame.f_lineno or 0))
             frame = frame.f_back
-        if not parts:
-            return 0
-        number = self._by_line.setdefault(tuple(parts), len(self._stacks))
+        key = tuple((id(code), line) for code, line in parts)
+        number = self._by_line.setdefault(key, len(self._stacks))
         if number == len(self._stacks):
-            self._stacks.append(tuple(parts))
+            self._stacks.append(parts)
         return number
 
 

@@ -13,7 +13,7 @@ from emulator.tests.launch import fork_ranks, run_ranks
 
 HBM = ("--hbm", "2GiB")
 SCHEDULES = [("eager",), ("late",), ("random", "--seed", "3")]
-job = pytest.mark.slow(why="each rank imports torch")
+job = pytest.mark.slow(why="its processes import torch, and meet for each collective")
 
 
 def said(
