@@ -114,7 +114,9 @@ void Board::join(uint64_t cookie, int device, std::chrono::seconds patience) {
                        std::to_string(patience.count()) + " s (HCCL_CONNECT_TIMEOUT)");
       }
       for (uint32_t each = 0; each < ranks_; ++each) {
-        if (is_gone(each) || has_left(each)) throw std::runtime_error(name_of(each) + " is gone");
+        const bool is_lost = is_gone(each) || has_left(each);
+        // Once all have come, one that is quick may have left before another has looked here again.
+        if (is_lost && shared_->ranks[other].pid == 0) throw std::runtime_error(name_of(each) + " is gone");
       }
       sleep(before);
     }

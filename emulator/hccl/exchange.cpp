@@ -179,8 +179,8 @@ void Exchange::give_up_on(Test is_missing) {
     for (size_t party = 0; party < leg.channel.ranks.size(); ++party) {
       if (!is_missing(leg, leg.channel.parties[party])) continue;
       const uint32_t rank = leg.channel.ranks[party];
-      const bool has_left = board_->has_left(rank), is_gone = board_->is_gone(rank);
-      // It may have come, done its part and left since the look above.
+      // Each look is later than what it corrects: a rank leaves before it is gone, and may have done its part first.
+      const bool is_gone = board_->is_gone(rank), has_left = board_->has_left(rank);
       if (!is_missing(leg, leg.channel.parties[party])) continue;
       if (has_left) give_up_on(leg, party, "has destroyed the communicator");
       if (is_gone) give_up_on(leg, party, "is gone");
