@@ -147,7 +147,18 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    # What torch and the test files have made stays. Out of the collector's sight it costs no test half a second.
+    _keep()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def of_a_file() -> Iterator[None]:
+    yield
+    _keep()
+
+
+def _keep() -> None:
+    # What torch, the test files and what they import have made stays. Out of the collector's sight it costs no test
+    # half a second.
     gc.collect()
     gc.freeze()
 

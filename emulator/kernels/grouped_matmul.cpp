@@ -33,12 +33,8 @@ static at::Tensor each(Ins tensors, int64_t dimensions, int64_t i) {
 }
 
 static void multiply(In x, In weight, In bias, int64_t activation, at::Tensor out) {
-  if (!bias.defined() && activation == 0) {
-    out.copy_(at::matmul(x, weight));
-  } else {
-    at::Tensor product = at::matmul(wide(x), wide(weight));
-    out.copy_(activate(bias.defined() ? product + wide(bias) : product, activation));
-  }
+  const at::Tensor product = at::matmul(wide(x), wide(weight));
+  out.copy_(activate(bias.defined() ? product + wide(bias) : product, activation));
 }
 
 static void grouped_matmul(Ins x, Ins weight, Ins bias, const std::vector<int64_t>& ends, GroupType type,

@@ -49,15 +49,24 @@ def test_a_transformer_trains_in_mixed_precision_as_on_the_cpu(model: str) -> No
 
 # By a plain optimizer: over a list, the CPU rounds the factor of an in-place product to the dtype first.
 @pytest.mark.usefixtures("native_only")
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_convolutional_net_trains_with_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
-    ours, theirs = (train(device, MODELS["convnet"], "sgd_plain", dtype=dtype) for device in ("npu", "cpu"))
+def test_a_convolutional_net_trains_with_the_bits_of_the_cpu() -> None:
+    ours, theirs = (train(device, MODELS["convnet"], "sgd_plain", dtype=torch.float32) for device in ("npu", "cpu"))
     assert_same(ours, theirs)
 
 
+# Not with equal bits: narrow factors are multiplied as float32, and on the CPU in ways that depend on what it can do.
 @pytest.mark.usefixtures("native_only")
-def test_a_convolutional_net_trains_in_mixed_precision_with_the_bits_of_the_cpu() -> None:
-    assert_same(train("npu", MODELS["convnet"], mixed=True), train("cpu", MODELS["convnet"], mixed=True))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_convolutional_net_of_narrow_floats_trains_as_on_the_cpu(dtype: torch.dtype) -> None:
+    ours, theirs = (train(device, MODELS["convnet"], "sgd_plain", dtype=dtype) for device in ("npu", "cpu"))
+    assert_near(ours, theirs, dtype)
+
+
+# Not with equal bits: the above.
+@pytest.mark.usefixtures("native_only")
+def test_a_convolutional_net_trains_in_mixed_precision_as_on_the_cpu() -> None:
+    ours, theirs = (train(device, MODELS["convnet"], mixed=True) for device in ("npu", "cpu"))
+    assert_near(ours, theirs, torch.float16)
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
@@ -65,7 +74,9 @@ def test_a_convolutional_net_trains_in_mixed_precision_with_the_bits_of_the_cpu(
 def test_an_optimizer_steps_as_on_the_cpu(optimizer: str, mixed: bool) -> None:
     ours = train("npu", MODELS["convnet"], optimizer, mixed=mixed)
     theirs = train("cpu", MODELS["convnet"], optimizer, mixed=mixed)
-    if optimizer == "adamw_fused":  # torch_npu rounds its settings to float
+    if mixed:
+        assert_near(ours, theirs, torch.float16)
+    elif optimizer == "adamw_fused":  # torch_npu rounds its settings to float
         assert_near(ours, theirs, torch.float32)
     else:
         assert_same(ours, theirs)
