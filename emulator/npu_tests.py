@@ -12,10 +12,12 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -88,10 +90,11 @@ class Run:
         return time.monotonic() > self._end
 
     def outcomes(self) -> list[dict[str, str]]:
-        """A process that has not come to its end by itself is one outcome more."""
+        """A process that has not come to its end by itself is one outcome more. Nothing that it started is left."""
         late = self.process.is_alive()
-        if late:
-            os.killpg(self.process.pid or 0, 9)
+        assert self.process.pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         outcomes = [json.loads(line) for line in self._told.read_text().splitlines()]
         if late or self.process.exitcode != 0:
