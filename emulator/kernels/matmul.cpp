@@ -1,6 +1,6 @@
 // Matrix products. The trailing int8_t, by which CANN may trade precision for speed, is ignored. Narrow factors are
-// multiplied as float32, in which hardware adds up, too: a CPU without instructions for bfloat16 takes up to fifty times
-// as long for those, and what they add up to depends on the CPU.
+// multiplied as float32, in which hardware adds up, too: a CPU without instructions for bfloat16 takes up to fifty
+// times as long for those, and what they add up to depends on the CPU.
 #include "kernel.h"
 
 using namespace emulator;

@@ -54,7 +54,7 @@ def test_a_convolutional_net_trains_with_the_bits_of_the_cpu() -> None:
     assert_same(ours, theirs)
 
 
-# Not with equal bits: narrow factors are multiplied as float32, and on the CPU in ways that depend on what it can do.
+# Not with equal bits: narrow factors are multiplied as float32, and on the CPU in a way that depends on the CPU.
 @pytest.mark.usefixtures("native_only")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_convolutional_net_of_narrow_floats_trains_as_on_the_cpu(dtype: torch.dtype) -> None:
