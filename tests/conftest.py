@@ -3,7 +3,7 @@
 With "cuda" or "cpu" there, they need neither the emulator nor torch_npu, and not all packages that `make setup`
 installs: what a missing one is needed for is skipped.
 
-With SLOW_HALF=0 or 1 half of the files leave out their slow tests, and with the other number the other half.
+With SLOW_SHARE=0/4 a quarter of the files have their slow tests, and the others leave theirs out; the last is 3/4.
 """
 
 import gc
@@ -117,11 +117,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if half := os.environ.get("SLOW_HALF"):
+    if share := os.environ.get("SLOW_SHARE"):
+        number, of = map(int, share.split("/"))
         left_out = {
             item
             for item in items
-            if item.get_closest_marker("slow") and zlib.crc32(item.path.name.encode()) % 2 != int(half)
+            if item.get_closest_marker("slow") and zlib.crc32(item.path.name.encode()) % of != number
         }
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
