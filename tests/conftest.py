@@ -3,7 +3,7 @@
 With "cuda" or "cpu" there, they need neither the emulator nor torch_npu, and not all packages that `make setup`
 installs: what a missing one is needed for is skipped.
 
-With SLOW_SHARE=0/4 a quarter of the files have their slow tests, and the others leave theirs out; the last is 3/4.
+With SLOW_SHARE=0/8 an eighth of the files have their slow tests, and the others leave theirs out; the last is 7/8.
 """
 
 import gc
