@@ -15,6 +15,7 @@ from tests.reuse import use_free_memory
 
 SHAPES = [(32, 32), (32,), (16, 16), (32, 32), (64, 16), (8, 8)] * 2
 BUCKET_BYTES = 16 << 10
+ROOM = 16 << 20
 
 Optimizers = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 each_optimizer = pytest.mark.parametrize("optimizer", [torch.optim.AdamW, OutOfPlace, Growing])
@@ -173,12 +174,14 @@ def test_a_host_that_is_steps_ahead_takes_no_more_device_memory(
     tiered = make_tiered(torch.optim.AdamW(model.parameters()), bucket_bytes="4MiB", overlap=overlap)
     x = torch.ones(2, 512, device=device)
     reserved = []
-    for _ in range(8):
-        room = torch.empty(16 << 20, dtype=torch.uint8, device=device)
+    for _ in range(16):
+        room = torch.empty(ROOM, dtype=torch.uint8, device=device)
         loss = model(x).square().sum()
         del room
         loss.backward()
         tiered.step()
         tiered.zero_grad()
         reserved.append(module.memory_reserved())
-    assert reserved[-1] == reserved[3], reserved
+    # A window may come to lie where room was, and torch then takes more for the next room: in which step depends on
+    # how far ahead the host is. It ends with two of these; without the wait it goes on.
+    assert reserved[-1] - reserved[0] <= 4 * ROOM, reserved
