@@ -300,21 +300,21 @@ def explained(
     before = min(standing, profile.standing[0] if profile.standing else 0)
     passing = error.unmovable - standing
     in_use = error.floor - error.unmovable
-    over = error.floor - error.budget
-    if all(used <= k for used in profile.used):
+    after_all_uses = all(used <= k for used in profile.used)
+    # The end of the backward is there too, and is more where the first layer is in a checkpoint of the user's.
+    step_is_less = states is not None and 0 < states.step_peak < error.floor
+    if after_all_uses and not step_is_less:
         where = "what follows the backward, as a rule the optimizer's step"
-        step = f"the optimizer step takes {format_bytes(error.floor)}"
-        helps = [(error.floor, f"{step}: {_of_the_step(states)}")]
+        helps = [(error.floor, _less_for_the_step(error.floor, states))]
     else:
-        where = spoken(names[k])
-        helps = [
-            (passing + in_use, f"smaller microbatches: {format_bytes(passing + in_use)} are for this alone"),
-        ]
+        where = "what the backward does after the last use of a block" if after_all_uses else spoken(names[k])
+        alone = passing + in_use
+        helps = [(alone, f"smaller microbatches: {format_bytes(alone)} are for this alone")]
         if states is None or not states.registered:
             helps.append(
                 (before, "register the optimizer, so that its states are on the host (register_optimizer)")
             )
-        layers, less = _checkpointed(profile, names, k, over)
+        layers, less = _checkpointed(profile, names, k, error.floor - error.budget)
         if layers:
             helps.append((standing - before, f"checkpoint {layers}: {format_bytes(less)} less, or lower min_bytes"))
     parts = (
@@ -325,12 +325,16 @@ def explained(
     return BudgetTooSmall(error.budget, error.floor, error.position, error.unmovable, parts, told)
 
 
-def _of_the_step(states: StatesShare | None) -> str:
+def _less_for_the_step(taken: int, states: StatesShare | None) -> str:
     if states is None or not states.registered:
-        return "register the optimizer, with small bucket_bytes"
+        return (
+            f"the optimizer step, or the end of the backward, takes {format_bytes(taken)}: register the optimizer, "
+            "with small bucket_bytes, or make the microbatches smaller"
+        )
+    how = "register the optimizer with smaller bucket_bytes"
     if states.at_once:
-        return "register it with separable=True, if it steps each parameter by itself, and with small bucket_bytes"
-    return "register the optimizer with smaller bucket_bytes"
+        how = "register it with separable=True, if it steps each parameter by itself, and with small bucket_bytes"
+    return f"the optimizer step takes {format_bytes(taken)}: {how}"
 
 
 def _checkpointed(profile: Profile, names: Sequence[Name], k: int, over: int) -> tuple[str, int]:
