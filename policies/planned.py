@@ -94,10 +94,10 @@ class PlannedPolicy(Policy):
     Args:
         budget: Bytes of the device for everything, an int or a string such as "60GiB".
         link: The rates of copies.
-        fragments: Of the budget, the bytes that lie unused in torch's pool between tensors. When a step has been
-            recorded it is what that step had at its fullest and half of `fragments`, but at least `fragments` and
-            at most a quarter of the budget. Where a step has more of it, blocks leave earlier. None: the budget is
-            for what is allocated.
+        fragments: The bytes that lie unused in torch's pool between tensors, which have room in `beyond`, or else
+            in the budget. When a step has been recorded it is what that step had at its fullest and half of
+            `fragments`, but at least `fragments` and at most a quarter of the budget. Where a step has more of it,
+            blocks leave earlier. None: the budget is for what is allocated.
         slowdown: A step may be longer by this share of its compute time, if that saves memory. None uses the
             budget.
         host_bytes: The bytes that the host tier holds, or a function that says how many these are now. With a link
@@ -106,6 +106,7 @@ class PlannedPolicy(Policy):
             is more by what that was above it, and at least 0.2 % of the budget; up to 5 %.
         recompute: Layers may be computed again, where that is faster than to move what they save.
         try_all: Each way to treat layers is tried, also where nothing waits.
+        beyond: The bytes that the device has beside the budget.
 
     Attributes:
         states: What is said of optimizer states that may have a part of the budget.
@@ -127,6 +128,7 @@ class PlannedPolicy(Policy):
         margin: int = 0,
         recompute: bool = True,
         try_all: bool = False,
+        beyond: int = 0,
     ) -> None:
         instance("link", link, Link)
         whole_number("fragments", 0 if fragments is None else fragments, at_least=0)
@@ -134,8 +136,8 @@ class PlannedPolicy(Policy):
         if slowdown is not None:
             number("slowdown", slowdown, at_least=0)
         self._given = parse_bytes(budget, "budget")
-        self._fragments = fragments
-        self._budget = self._limit = self._given - (fragments or 0)
+        self._fragments, self._beyond = fragments, beyond
+        self._budget = self._limit = self._given - max(0, (fragments or 0) - beyond)
         if self._budget < 1:
             raise ValueError(f"of {format_bytes(self._given)} nothing is left beside fragments")
         if isinstance(host_bytes, type):
@@ -271,7 +273,7 @@ class PlannedPolicy(Policy):
                 self._most_blocks, self._most_through = self._player.places.resident, self._player.through
         if self._fragments is not None and reserved:
             between = reserved - device + self._fragments // 2
-            self._limit = min(self._budget, self._given - between)
+            self._limit = min(self._budget, self._given + self._beyond - between)
         if kept := self.states.kept:
             # What is kept of optimizer states is neither others' memory nor of the activations' budget.
             memory = replace(memory, device=device - kept, peak=peak - kept, reserved=reserved - kept)
@@ -321,8 +323,9 @@ class PlannedPolicy(Policy):
             self._vary(step)
         if self._fragments is not None and step.reserved:
             found = step.reserved - step.allocated + self._fragments // 2
-            found = max(self._fragments, min(found, self._given // 4))
-            if (step.exact and not step.varies) or found > self._given - self._budget + self._given * _GROWN:
+            found = max(0, max(self._fragments, min(found, self._given // 4)) - self._beyond)
+            now = self._given - self._budget
+            if found != now and ((step.exact and not step.varies) or found > now + self._given * _GROWN):
                 self._leave_out(found)
         self._asks = _PLAYED
         if self._untimed >= (_PATIENCE_AT_REST if step.rested else self._patience) - 1:

@@ -116,7 +116,8 @@ class PolicyChoice:
         return make(
             budget,
             replace(link, drive=None if disk is None else _drive(disk)),
-            fragments=int(_FRAGMENTS * total) if asked is None else None,
+            fragments=int(_FRAGMENTS * total),
+            beyond=max(0, usable - budget),
             slowdown=self._slowdown,
             host_bytes=host_bytes,
             margin=0 if asked is None else min(_ROUNDED, budget // 16),

@@ -13,6 +13,7 @@ from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.training import differences, give_gradients, make_params, outcome
 from tiered_mem import TieringManager
 from tiered_mem.optimizer.window import Range, Ring
+from tiered_mem.sizes import parse_bytes
 
 KIB = 1024
 
@@ -44,6 +45,31 @@ def test_a_step_takes_two_buckets_and_the_largest_state(
         assert module.memory_allocated() == before
         if sum(states) > 2 * bound and step:
             assert peak < sum(states)
+
+
+def test_where_there_is_no_piece_for_the_window_the_largest_bucket_has_room(
+    device: str, make_tiered: MakeTiered, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Buckets pass one after another, with the same numbers, as long as the device has no more."""
+    module = torch.get_device_module(device)
+    expected, params = (make_params(device, shapes=[(1024, 1024)] * 12) for _ in range(2))
+    plain = torch.optim.SGD(expected, momentum=0.9, foreach=False)
+    tiered = make_tiered(torch.optim.SGD(params, momentum=0.9, foreach=False), bucket_bytes="16MiB")
+    for step in range(4):
+        give_gradients(expected, step)
+        plain.step()
+        give_gradients(params, step)
+        module.empty_cache()
+        room = "20MiB" if step in (1, 2) else "1GiB"
+        most = module.memory_reserved() + parse_bytes(room)
+        module.set_per_process_memory_fraction(most / module.mem_get_info()[1])
+        try:
+            tiered.step()
+        finally:
+            module.set_per_process_memory_fraction(1.0)
+    assert not differences(outcome(plain, expected), outcome(tiered, params))
+    (told,) = [record.getMessage() for record in caplog.records if "torch's pool has no piece" in record.msg]
+    assert "through 8.0 MiB of device memory in place of 32.0 MiB" in told
 
 
 def test_what_came_early_and_has_no_gradient_makes_room(device: str, make_tiered: MakeTiered) -> None:

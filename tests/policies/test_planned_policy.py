@@ -99,13 +99,15 @@ def test_where_everything_fits_nothing_moves() -> None:
     assert moved(machine.run(step)) == []
 
 
-@pytest.mark.parametrize(("found", "left_out"), [(1, 200), (150, 250)])
-def test_what_lies_unused_in_the_pool_is_measured_and_left_out(found: int, left_out: int) -> None:
+@pytest.mark.parametrize(
+    ("found", "beyond", "left_out"), [(1, 0, 200), (150, 0, 250), (150, 180, 70), (1, 180, 20), (150, 300, 0)]
+)
+def test_what_lies_unused_in_the_pool_is_measured_and_left_out(found: int, beyond: int, left_out: int) -> None:
+    """As far as the device has no room for it beyond the budget."""
     step = gpt(layers=12)
     budget = budget_between(profile(step), 0.4)
-    machine = Machine(
-        PlannedPolicy(budget + left_out * MIB, LINK, fragments=200 * MIB), LINK, fragments=found * MIB
-    )
+    policy = PlannedPolicy(budget + left_out * MIB, LINK, fragments=200 * MIB, beyond=beyond * MIB)
+    machine = Machine(policy, LINK, fragments=found * MIB)
     machine.run(step)
     outcome = machine.run(step)
     assert outcome.peak == plan(profile(step), budget, LINK).peak

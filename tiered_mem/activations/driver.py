@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 
 from ..device.device import Device, DevicePeak
+from ..device.fresh_pool import FreshPool
 from ..device.torch_private import call_after_backward, current_backward
 from ..device.transfer import TransferEngine
 from ..errors import Closed
@@ -347,6 +348,7 @@ class StepWatch:
         self._stayed: dict[Reason, int] = {}  # when the step began
         self._blocks = blocks
         self._meter = StepMeter(device, engine, trace)
+        self._pool = FreshPool(device)
         self._number: int | None = None
         self._begun = 0
         self._events = 0
@@ -406,6 +408,7 @@ class StepWatch:
         match event:
             case StepBegin(number):
                 self._number, self._begun, self._events = number, number + 1, 0
+                self._pool.step_begins(recorded=ExactMemory in asks)
                 self._stayed = {reason: moved.nbytes for reason, moved in self._counters.stayed.items()}
             case StepEnd():
                 self._number = None

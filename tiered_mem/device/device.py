@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -35,6 +35,18 @@ class Stream(Protocol):
     def record_event(self) -> Event: ...
     def wait_event(self, event: Event) -> None: ...
     def synchronize(self) -> None: ...
+
+
+class Pool(NamedTuple):
+    """The bytes that tensors have of torch's pool, and all that it has of the device.
+
+    retries: how often it had to give pieces back before there was enough. free: what the device has beside it.
+    """
+
+    allocated: int
+    reserved: int
+    retries: int
+    free: int
 
 
 class Device:
@@ -184,6 +196,20 @@ class Device:
         allocated, between = stats["allocated_bytes"]["all"], stats["inactive_split_bytes"]["all"]
         now = int(allocated["current"])
         return now, int(allocated["peak"]), now + int(between["current"])
+
+    def pool(self) -> Pool:
+        """All zeros on the cpu."""
+        if self._module is None:
+            return Pool(0, 0, 0, 0)
+        stats = self._module.memory_stats_as_nested_dict(self._number)
+        allocated, reserved = (int(stats[f"{of}_bytes"]["all"]["current"]) for of in ("allocated", "reserved"))
+        free, _ = self._module.mem_get_info(self._number)
+        return Pool(allocated, reserved, int(stats["num_alloc_retries"]), int(free))
+
+    def empty_cache(self) -> None:
+        """torch's pool gives back what it has cached, but not while a graph is captured."""
+        if self._module is not None and not self._module.is_current_stream_capturing():
+            self._module.empty_cache()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device

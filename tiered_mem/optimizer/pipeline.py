@@ -66,6 +66,7 @@ class Pipeline:
         self._left_window: list[Ticket] = []
         self._left_own: list[Ticket] = []
         self._ending = False
+        self._narrow = False  # it was said that there is no room for a whole window
         self.device = device
         self.residences = residences
         self.buckets: list[Bucket] = []
@@ -338,7 +339,7 @@ class Pipeline:
             return True
         if window is None:
             _let_end(self._left_window)
-            window = self._window = Window(self.device, self.window_bytes)
+            window = self._window = self._new_window()
         elif bucket in window.slots:
             window.drop(bucket)  # other parameters of it have come
         place = window.ring.take(bucket.nbytes)
@@ -352,6 +353,23 @@ class Pipeline:
         slot, flat = Slot(place, residence, host), window.flat[place.start : place.end]
         self._start(bucket, slot, params, flat, [window.allocated, *place.after])
         return True
+
+    def _new_window(self) -> Window[Bucket]:
+        least = min(max(bucket.nbytes for bucket in self.buckets), self.window_bytes)
+        try:
+            return Window(self.device, self.window_bytes)
+        except torch.OutOfMemoryError:
+            if least == self.window_bytes:
+                raise
+        window: Window[Bucket] = Window(self.device, least)
+        if not self._narrow:
+            self._narrow = True
+            _log.warning(
+                "steps of %s go through %s of device memory in place of %s, for which torch's pool has no piece: "
+                "buckets wait for each other. Smaller bucket_bytes help, or a smaller device_budget",
+                *(self._name, format_bytes(least), format_bytes(self.window_bytes)),
+            )
+        return window
 
     def _start(
         self, bucket: Bucket, slot: Slot, params: Set[Param], flat: torch.Tensor, after: list[Ticket]
