@@ -40,13 +40,12 @@ class Stream(Protocol):
 class Pool(NamedTuple):
     """The bytes that tensors have of torch's pool, and all that it has of the device.
 
-    retries: how often it had to give pieces back before there was enough. free: what the device has beside it.
+    retries: how often it had to give pieces back before there was enough.
     """
 
     allocated: int
     reserved: int
     retries: int
-    free: int
 
 
 class Device:
@@ -200,11 +199,10 @@ class Device:
     def pool(self) -> Pool:
         """All zeros on the cpu."""
         if self._module is None:
-            return Pool(0, 0, 0, 0)
+            return Pool(0, 0, 0)
         stats = self._module.memory_stats_as_nested_dict(self._number)
         allocated, reserved = (int(stats[f"{of}_bytes"]["all"]["current"]) for of in ("allocated", "reserved"))
-        free, _ = self._module.mem_get_info(self._number)
-        return Pool(allocated, reserved, int(stats["num_alloc_retries"]), int(free))
+        return Pool(allocated, reserved, int(stats["num_alloc_retries"]))
 
     def empty_cache(self) -> None:
         """torch's pool gives back what it has cached, but not while a graph is captured."""

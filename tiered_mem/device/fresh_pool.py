@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .device import Device
+from .device import Device, Pool
 
 # So much more or less at the beginning of a step, of what torch has, makes another step of it.
 _ALIKE = 0.01
@@ -29,7 +29,12 @@ class FreshPool:
         """recorded: nobody knows yet what the step will take."""
         pool = self._device.pool()
         moved = abs(pool.allocated - self._resting) > _ALIKE * pool.reserved
-        another = (recorded or self._recorded or moved) and pool.reserved - pool.allocated > pool.free
-        if another or pool.retries > self._retries:
+        another = recorded or self._recorded or moved
+        if pool.retries > self._retries or (another and self._has_most(pool)):
             self._device.empty_cache()
         self._resting, self._retries, self._recorded = pool.allocated, pool.retries, recorded
+
+    def _has_most(self, pool: Pool) -> bool:
+        """Whether the device has less beside it than is cached."""
+        usable, _ = self._device.usable_and_total()
+        return pool.reserved - pool.allocated > usable - pool.reserved
