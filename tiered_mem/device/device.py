@@ -38,13 +38,12 @@ class Stream(Protocol):
 
 
 class Pool(NamedTuple):
-    """The bytes that tensors have of torch's pool, their most, and all that it has of the device.
+    """The bytes that tensors have of torch's pool, and all that it has of the device.
 
     retries: how often it had to give pieces back before there was enough.
     """
 
     allocated: int
-    peak: int
     reserved: int
     retries: int
 
@@ -200,11 +199,10 @@ class Device:
     def pool(self) -> Pool:
         """All zeros on the cpu."""
         if self._module is None:
-            return Pool(0, 0, 0, 0)
+            return Pool(0, 0, 0)
         stats = self._module.memory_stats_as_nested_dict(self._number)
-        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        found = allocated["current"], allocated["peak"], reserved["current"], stats["num_alloc_retries"]
-        return Pool(*map(int, found))
+        allocated, reserved = (int(stats[f"{of}_bytes"]["all"]["current"]) for of in ("allocated", "reserved"))
+        return Pool(allocated, reserved, int(stats["num_alloc_retries"]))
 
     def empty_cache(self) -> None:
         """torch's pool gives back what it has cached, but not while a graph is captured."""
