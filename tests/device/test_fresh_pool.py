@@ -30,24 +30,16 @@ def fresh(device: str, device_module: ModuleType) -> FreshPool:
     device_module.synchronize()
     device_module.empty_cache()
     pool = FreshPool(Device(device))
-    for _ in range(2):
-        pool.step_begins(recorded=False)
+    pool.step_begins(recorded=False)
     return pool
 
 
-def test_steps_that_are_alike_keep_their_pieces(fresh: FreshPool, device: str, device_module: ModuleType) -> None:
+@pytest.mark.parametrize("recorded", [False, True], ids=["alike", "with room for another beside them"])
+def test_steps_keep_their_pieces(recorded: bool, fresh: FreshPool, device: str, device_module: ModuleType) -> None:
     take(device, 64 * MIB)
     for _ in range(3):
-        fresh.step_begins(recorded=False)
+        fresh.step_begins(recorded=recorded)
         assert cached(device_module) >= 64 * MIB
-
-
-def test_a_device_with_room_for_another_step_beside_them_too(
-    fresh: FreshPool, device: str, device_module: ModuleType
-) -> None:
-    take(device, 64 * MIB)
-    fresh.step_begins(recorded=True)
-    assert cached(device_module) >= 64 * MIB
 
 
 def test_after_a_step_in_which_torch_gave_pieces_back_all_go_once(

@@ -22,8 +22,7 @@ class FreshPool:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._resting = self._retries = 0
-        self._recorded = False
+        self._resting, self._retries, self._recorded = 0, 0, False
 
     def step_begins(self, *, recorded: bool) -> None:
         """recorded: nobody knows yet what the step will take."""

@@ -355,11 +355,12 @@ class Pipeline:
         return True
 
     def _new_window(self) -> Window[Bucket]:
-        least = min(max(bucket.nbytes for bucket in self.buckets), self.window_bytes)
+        nbytes = self.window_bytes
         try:
-            return Window(self.device, self.window_bytes)
+            return Window(self.device, nbytes)
         except torch.OutOfMemoryError:
-            if least == self.window_bytes:
+            least = min(max(bucket.nbytes for bucket in self.buckets), nbytes)
+            if least == nbytes:
                 raise
         window: Window[Bucket] = Window(self.device, least)
         if not self._narrow:
@@ -367,7 +368,7 @@ class Pipeline:
             _log.warning(
                 "steps of %s go through %s of device memory in place of %s, for which torch's pool has no piece: "
                 "buckets wait for each other. Smaller bucket_bytes help, or a smaller device_budget",
-                *(self._name, format_bytes(least), format_bytes(self.window_bytes)),
+                *(self._name, format_bytes(least), format_bytes(nbytes)),
             )
         return window
 
