@@ -5,8 +5,11 @@ VENV := .venv
 # What each push is tested with; make matrix-quick and make matrix test others.
 TORCH_NPU := 2.13.*
 RUN := $(VENV)/bin/python
+# A test that hangs in C++ cannot be ended by pytest's timeout. Python's tells where it is, and ends the worker; a new one
+# would begin with the same test.
+HANGS := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --max-worker-restart=0
 # More than there are cores: many tests wait for a link of a rate that they set.
-PYTEST := $(RUN) -m pytest --numprocesses=3 --dist=loadfile
+PYTEST := $(RUN) -m pytest --numprocesses=3 --dist=loadfile $(HANGS)
 RACES := ASCEND_EMULATOR_RACES=1 ASCEND_EMULATOR_SCHEDULE
 # Images of containers set it. Then each of hundreds of processes would compile torch's sources anew.
 unexport PYTHONDONTWRITEBYTECODE
