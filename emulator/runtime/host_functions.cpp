@@ -88,7 +88,8 @@ class Subscriptions {
 }  // namespace
 
 ACL_EXPORT aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void* data) {
-  return submit(stream, {.name = "host function", .reads = {}, .writes = {}, .body = [=] { function(data); }});
+  const auto body = [=] { function(data); };
+  return submit(stream, {.name = "host function", .reads = {}, .writes = {}, .body = body, .calls_the_program = true});
 }
 
 ACL_EXPORT aclError aclrtSubscribeReport(uint64_t thread, aclrtStream stream) {
@@ -109,7 +110,7 @@ ACL_EXPORT aclError aclrtLaunchCallback(aclrtCallback function, void* data, aclr
   }
   const bool waits = kind == ACL_CALLBACK_BLOCK && computes();
   const auto body = [=] { Subscriptions::all().put(stream, [=] { function(data); }, waits); };
-  return submit(stream, {.name = "callback", .reads = {}, .writes = {}, .body = body});
+  return submit(stream, {.name = "callback", .reads = {}, .writes = {}, .body = body, .calls_the_program = true});
 }
 
 ACL_EXPORT aclError aclrtProcessReport(int32_t timeout_ms) {

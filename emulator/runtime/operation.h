@@ -46,6 +46,9 @@ struct Operation {
   Work work = {};                                  // for modelled time
   bool own_call = true;                            // false: issued by the same call as the one before
   std::shared_ptr<JointOperation> joint = nullptr;  // the other ranks have to be ready before the body runs
+  // The body calls the program, or waits for a thread of it that does. A call that issues work must not wait for its end:
+  // the program may need that very thread, or Python's lock, to come to it.
+  bool calls_the_program = false;
 };
 
 // What it wrote. A copy to pageable memory names only what it reads, and writes as many bytes.

@@ -35,8 +35,8 @@ class Late : public Schedule {
   static constexpr uint64_t kPatience = 100;
 };
 
-// One operation at a time, of a stream drawn from those that can go on. Draws are made only where the host calls, so
-// that a seed and a host program of one thread give one order.
+// One operation at a time, of a stream drawn from those that can go on; only beside one that calls the program do others
+// go on. Draws are made only where the host calls, so that a seed and a host program of one thread give one order.
 class Random : public Schedule {
  public:
   explicit Random(uint64_t seed) : draw_(seed) {}

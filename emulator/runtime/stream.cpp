@@ -170,7 +170,8 @@ bool Stream::busy() {
 
 bool Stream::ready() {
   std::lock_guard lock(mutex_);
-  if (queue_.empty()) return false;
+  const bool begun = permitted_ > done_;  // one that calls the program
+  if (queue_.empty() || begun) return false;
   const Operation& next = queue_.front();
   return (!next.awaits || next.awaits->reached()) && (!next.joint || next.joint->ready());
 }
@@ -187,8 +188,10 @@ void Stream::demand() {
 void Stream::run_one() {
   std::unique_lock lock(mutex_);
   const uint64_t next = done_ + 1;
+  const bool waits = !queue_.front().calls_the_program;
   permitted_ = std::max(permitted_, next);
   arrived_.notify_one();
+  if (!waits) return;
   finished_.wait(lock, [this, next] { return done_ >= next; });
 }
 

@@ -93,10 +93,30 @@ def test_a_callback_needs_a_thread(acl: Acl, stream: int) -> None:
 def test_a_callback_does_not_wait_for_a_thread_that_has_left(acl: Acl, stream: int) -> None:
     acl.check("aclrtSubscribeReport", 1, stream)  # which never asks for calls
     function = CALLBACK(lambda data: None)
-    acl.check("aclrtLaunchCallback", function, 0, BLOCK, stream)
+    for _ in range(20):
+        acl.check("aclrtLaunchCallback", function, 0, BLOCK, stream)
     acl.check("aclrtUnSubscribeReport", 1, stream)
     assert acl.call("aclrtSynchronizeStream", stream) != 0
     assert "unsubscribed" in acl.message()
+
+
+def test_who_issues_work_waits_for_no_call_of_the_program(acl: Acl) -> None:
+    """Which may need what the one who issues holds: here a lock."""
+    held, called = threading.Lock(), []
+
+    def function(data: int | None) -> None:
+        with held:
+            called.append(data)
+
+    pointer = CALLBACK(function)
+    with acl.streams(2) as (calling, other):
+        with held:
+            for _ in range(10):
+                acl.check("aclrtLaunchHostFunc", calling, pointer, 1)
+                acl.check("aclrtLaunchHostFunc", other, pointer, 1)
+        acl.check("aclrtSynchronizeStream", calling)
+        acl.check("aclrtSynchronizeStream", other)
+    assert called == [1] * 20
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.npu, "save_npugraph_tensor"), reason="this torch_npu does not have it")
