@@ -14,8 +14,6 @@ from tests.models import small_stack
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.strange_optimizers import MasterWeights
 from tests.optimizer.training import (
-    OPTIMIZERS,
-    RESIDENCIES,
     Outcome,
     backward,
     differences,
@@ -23,14 +21,12 @@ from tests.optimizer.training import (
     outcome,
     train_by_backward,
 )
-from tests.optimizer.twenty_steps import MISSING, SMALL, check_twenty_steps
+from tests.optimizer.twenty_steps import SMALL, cases, check_twenty_steps
 from tiered_mem.errors import InterruptedStep, OverlapRefused
 
 
 @pytest.mark.detector_only(why="takes long")
-@pytest.mark.parametrize("missing", MISSING)
-@pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "residency", "missing"), cases())
 def test_twenty_steps(name: str, residency: str, missing: str, device: str, make_tiered: MakeTiered) -> None:
     check_twenty_steps(name, residency, missing, device, make_tiered, "backward")
 

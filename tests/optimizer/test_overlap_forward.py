@@ -19,22 +19,18 @@ from torch.utils.checkpoint import checkpoint
 from tests.optimizer.conftest import MakeTiered
 from tests.optimizer.strange_optimizers import Counting
 from tests.optimizer.training import (
-    OPTIMIZERS,
-    RESIDENCIES,
     Outcome,
     differences,
     make_params,
     on_cpu,
     outcome,
 )
-from tests.optimizer.twenty_steps import MISSING, SMALL, check_twenty_steps
+from tests.optimizer.twenty_steps import SMALL, cases, check_twenty_steps
 from tiered_mem.optimizer.guarded import guard_of
 
 
 @pytest.mark.detector_only(why="takes long")
-@pytest.mark.parametrize("missing", MISSING)
-@pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "residency", "missing"), cases())
 def test_twenty_steps(name: str, residency: str, missing: str, device: str, make_tiered: MakeTiered) -> None:
     check_twenty_steps(name, residency, missing, device, make_tiered, "forward")
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 
 from tests.optimizer.conftest import MakeTiered
-from tests.optimizer.training import OPTIMIZERS, Outcome, differences, make_params, outcome, train_by_backward
+from tests.optimizer.training import (
+    OPTIMIZERS,
+    RESIDENCIES,
+    Outcome,
+    differences,
+    make_params,
+    outcome,
+    train_by_backward,
+)
 
 SMALL = 512  # bytes of a bucket, so that there are several
 
@@ -21,6 +32,16 @@ def _now_and_then(step: int, index: int) -> bool:
 
 # Which gradients are missing in which steps.
 MISSING: dict[str, Callable[[int, int], bool]] = {"all": _never, "some missing": _now_and_then}
+
+
+def cases() -> Iterator[Any]:
+    """Each optimizer with each residency, with and without gradients that are missing; all but two of them slow."""
+    slow = pytest.mark.slow(why="takes long; each optimizer has two residencies without it")
+    for number, name in enumerate(OPTIMIZERS):
+        for place, residency in enumerate(RESIDENCIES):
+            for lack, missing in enumerate(MISSING):
+                often = (number + place + lack) % len(RESIDENCIES) == 0
+                yield pytest.param(name, residency, missing, marks=[] if often else slow)
 
 
 def check_twenty_steps(
