@@ -54,6 +54,7 @@ test-integrations: setup $(VENV)/.models ## the frameworks of docs/frameworks, a
 	  --requirement requirements/frameworks.txt
 	@ls tests/integrations/test_*.py | PYTHONPATH=$(VENV)/frameworks \
 	  xargs -P 2 -I FILE sh -c '$(RUN) -m pytest -q FILE || test $$? = 5'
+	PYTHONPATH=$(VENV)/frameworks $(RUN) -m pytest -q emulator/tests/test_programs.py -k lora
 	PYTHONPATH=$(VENV)/models $(RACES)=eager $(PYTEST) --dist=load tests/libraries/test_attached_models.py
 
 # Nor does this bring what the two libraries ask for: it is in .venv.

@@ -30,7 +30,7 @@ OF_RANKS = ("fsdp1", "sync_batch_norm")
 @pytest.mark.parametrize("name", ALONE)
 def test_a_program_runs_unmodified(name: str, tmp_path: Path) -> None:
     for package in ALONE[name]:
-        pytest.importorskip(package, reason=f"the program needs {package}, which is not installed")
+        pytest.importorskip(package, reason=f"the program needs {package}: make test-integrations installs all")
     done = run(*EMULATOR, str(PROGRAMS / f"{name}.py"), str(tmp_path / "out"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
