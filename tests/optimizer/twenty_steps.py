@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,14 +34,16 @@ def _now_and_then(step: int, index: int) -> bool:
 MISSING: dict[str, Callable[[int, int], bool]] = {"all": _never, "some missing": _now_and_then}
 
 
-def cases() -> Iterator[Any]:
+def cases() -> list[Any]:
     """Each optimizer with each residency, with and without gradients that are missing; all but two of them slow."""
     slow = pytest.mark.slow(why="takes long; each optimizer has two residencies without it")
+    found = []
     for number, name in enumerate(OPTIMIZERS):
         for place, residency in enumerate(RESIDENCIES):
             for lack, missing in enumerate(MISSING):
                 often = (number + place + lack) % len(RESIDENCIES) == 0
-                yield pytest.param(name, residency, missing, marks=[] if often else slow)
+                found.append(pytest.param(name, residency, missing, marks=[] if often else slow))
+    return found
 
 
 def check_twenty_steps(
