@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +24,13 @@ def planned(budget: float, host_bytes: str) -> TieringManager:
     return TieringManager(device=DEVICE, device_budget=total, host_bytes=host_bytes)
 
 
-def contest(plain: Callable[[str], Found], tiered: Tiered) -> None:
+def contest(ways: Iterable[str], plain: Callable[[str], Found], tiered: Tiered) -> None:
     """Says what each of the ways that are asked for on the command line gave, by the kind of tiering."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("asked", type=json.loads, help="the kinds of tiering of each way, as JSON")
-    asked: dict[str, list[str]] = parser.parse_args().asked
+    parser.add_argument("ways", nargs="+", choices=ways)
+    parser.add_argument("--tiered", nargs="+", choices=tiered, default=list(tiered))
+    options = parser.parse_args()
     with rank_of_job() as said:
-        for way, kinds in asked.items():
+        for way in options.ways:
             without = plain(way)
-            said[way] = {"plain": without} | {kind: tiered[kind](way, without["peak"]) for kind in kinds}
+            said[way] = {"plain": without} | {kind: tiered[kind](way, without["peak"]) for kind in options.tiered}

@@ -1,4 +1,4 @@
-"""Trains a Llama as a pipeline of stages, plainly and with tiering: pipeline.py '{"SCHEDULE": ["WAY", ...], ...}'
+"""Trains a Llama as a pipeline of stages, plainly and with tiering: pipeline.py SCHEDULE... [--tiered WAY...]
 
 Run by torch.distributed.run. Each rank prints a line of JSON: for each schedule and each way in which its stages
 are tiered, a digest of what training gave, the peaks of device memory in the first step and in the others, and the
@@ -139,4 +139,4 @@ TIERED: Tiered = {
 
 
 if __name__ == "__main__":
-    contest(train, TIERED)
+    contest(SCHEDULES, train, TIERED)

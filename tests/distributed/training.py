@@ -1,4 +1,4 @@
-"""Trains a Llama on several ranks, plainly and with tiering: training.py '{"SPREAD": ["WAY", ...], ...}'
+"""Trains a Llama on several ranks, plainly and with tiering: training.py SPREAD... [--tiered WAY...]
 
 Run by torch.distributed.run. Each rank prints a line of JSON: for each way in which the model is spread, and for
 each in which it is tiered, a digest of what training gave, the peak of device memory in the last step, how often
@@ -89,4 +89,4 @@ TIERED: Tiered = {
 
 
 if __name__ == "__main__":
-    contest(train, TIERED)
+    contest(SPREAD, train, TIERED)
