@@ -109,8 +109,9 @@ def test_steps_beside_forward_are_planned_for(
         assert residency == "auto" or waited[1:] == [True] * 15
         assert optimizer.overlap == "forward"
         report = manager.report().as_dict()
-        # With "auto" they stay where the times of the steps say that activations had better move.
-        assert not waited[-1] or report["states_kept"] < optimizer.states.pipeline.nbytes
+        # With "auto" they stay where the times of the steps say that activations had better move. Of those that do
+        # not, the first is stepped in step().
+        assert waited[-1] is (sum(not bucket.stays for bucket in optimizer.states.pipeline.buckets) > 1)
         assert report["states_beside_forward"] == optimizer.states.pipeline.nbytes - report["states_kept"]
         assert report["states_beside_backward"] == 0
         assert equal(values(optimizer), expected)
