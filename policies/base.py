@@ -359,5 +359,7 @@ OnRequest = (
     | Refused
 )
 Event = ForwardBegin | LayerBegin | LayerEnd | ForwardEnd | Saved | Dropped | HostPressure | OnRequest
+# The positions of a step.
+POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 # Before these comes LayerMemory.
 BOUNDARIES: frozenset[type[Event]] = frozenset({StepBegin, StepEnd, ForwardBegin, ForwardEnd, LayerBegin})

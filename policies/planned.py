@@ -13,11 +13,10 @@ from ..sizes import format_bytes, parse_bytes
 from .actions import Action, Advice, Recompute
 from .base import (
     GATHERED_BYTES,
-    Dropped,
+    POSITIONS,
     Event,
     ExactMemory,
     ForwardBegin,
-    ForwardEnd,
     HostPressure,
     LayerBegin,
     LayerEnd,
@@ -28,7 +27,6 @@ from .base import (
     Policy,
     Recomputed,
     Refused,
-    Saved,
     StepBegin,
     StepEnd,
     StepMeasured,
@@ -66,7 +64,6 @@ _VARYING = 8
 _FIRST_VARYING = 16
 # Optimizer states pass through this part of the budget.
 _PASSING = 16
-_POSITIONS = frozenset({ForwardBegin, LayerBegin, Saved, LayerEnd, ForwardEnd, Used, Dropped})
 _TREATED = frozenset({ForwardBegin, LayerBegin, LayerEnd})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, MoreBlocks, Recomputed, Refused})
 _TIMED = _PLAYED | {StepMeasured}
@@ -209,7 +206,7 @@ class PlannedPolicy(Policy):
 
     def decide(self, event: Event) -> Sequence[Advice]:
         player = self._player
-        if type(event) in _POSITIONS:  # nearly all of them
+        if type(event) in POSITIONS:  # nearly all of them
             recomputed = self._treated(event) if type(event) in _TREATED else ()
             answer: Sequence[Advice] = player.answer(event)
             if player.decided:

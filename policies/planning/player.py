@@ -175,7 +175,7 @@ class Player:
         shadow = Shadow(self.places, own)
         if step is None:
             return self._think(event, None, others, shadow)
-        step.spare = inf
+        step.spare = step.lack = inf
         answer = self._think(event, step.take(event, others), others, shadow)
         self._own_then = shadow.own
         self._repetition = step.write(event, (own, shadow.own), memory, self.room, answer)
@@ -281,9 +281,10 @@ class Player:
             if shadow.place(key) in (Place.HOST, Place.DISK):
                 own = shadow.own + self.places.by_key[key].nbytes
                 spare = self.room - max(own + others, table.needed(*planned, block, own))
-                step.spare = min(step.spare, spare)
                 if spare < 0:
+                    step.lack = -spare
                     break
+                step.spare = min(step.spare, spare)
             step.returning.popleft()
             coming = table.following(block, planned[0], _FETCHED_AHEAD) if table.disk is None else ()
             below = self.places.on_disk([other for each in coming if (other := names.key(each)) is not None])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, NamedTuple
 
 from ..actions import Action
@@ -304,7 +303,6 @@ _CERTAIN = 1 / 256
 class Repetition:
     """The part of a step that has gone by a script so far. That script must begin as the step did.
 
-    memories, events: what was told since then, or was to be expected.
     quiet: the next event has the script's answer, if no more is allocated than when it was written, and there is
     room beyond that.
     """
@@ -313,10 +311,10 @@ class Repetition:
         self.quiet = False
         self._script = script
         self.first = len(begun.lines)
-        self.memories: list[Memory] = []
-        self.events: list[Event] = []
+        self._devices: list[int] = []  # the bytes that were allocated at each event, or were to be expected
+        self._told: dict[int, Memory] = {}  # at those of which somebody has asked
+        self._events: list[Event] = []
         self._signs = begun.signs
-        self._keys = begun.signs.keys
         self._noted = 0
 
     def answer(self, event: Event, memory: Memory | None, limit: int) -> Sequence[Action] | None:
@@ -324,58 +322,59 @@ class Repetition:
 
         memory: None where nobody has asked. limit: the bytes that may be taken on the device.
         """
-        lines, number = self._script.lines, self.first + len(self.events)
+        lines, number = self._script.lines, self.first + len(self._events)
         try:
             sign, before, _, least, most, answer, _ = lines[number]
-            if memory is None:
-                last = self.memories[-1]
-                device = last.device + before - lines[number - 1].device
-                memory = Memory(device, device, last.reserved)
-            if self._signs.of(event) != sign or not least <= memory.device - limit <= most:
+            device = self._devices[-1] + before - lines[number - 1].device if memory is None else memory.device
+            if self._signs.of(event) != sign or not least <= device - limit <= most:
                 return None
         except (IndexError, KeyError):
             return None
-        self.memories.append(memory)
-        self.events.append(event)
+        if memory is not None:
+            self._told[len(self._events)] = memory
+        self._devices.append(device)
+        self._events.append(event)
         if number + 1 < len(lines):
-            _, after, _, least, most, _, _ = lines[number + 1]
-            self.quiet = least == -inf and most - (memory.device + after - before - limit) >= limit * _CERTAIN
-        keys = self._keys
-        return [action(keys[number]) for action, number in answer] if answer else ()
+            _, after, _, _, most, _, _ = lines[number + 1]
+            self.quiet = most - (device + after - before - limit) >= limit * _CERTAIN
+        return [action(self._signs.keys[number]) for action, number in answer] if answer else ()
 
     def memory_at(self, event: Event) -> Memory | None:
         """What is allocated, as far as is known, at an event that the script has not, if nobody has asked."""
-        if not self.memories:
+        if not self._devices:
             return None
-        last = self.memories[-1]
-        device = last.device + (sum(nbytes for _, nbytes in event.blocks) if isinstance(event, Saved) else 0)
-        return Memory(device, device, last.reserved)
+        device = self._devices[-1] + (sum(n for _, n in event.blocks) if isinstance(event, Saved) else 0)
+        return Memory(device, device)
+
+    def most(self) -> tuple[int, int]:
+        """The most bytes that were allocated at an event, and with what lay between tensors, if that is known."""
+        return max(self._devices, default=0), max((each.reserved for each in self._told.values()), default=0)
 
     @property
     def empty(self) -> bool:
         """Whether it has come to the script's end, and none of its blocks is left."""
-        return self._script.ends_empty and self.first + len(self.events) == len(self._script.lines)
+        return self._script.ends_empty and self.first + len(self._events) == len(self._script.lines)
 
     def unnoted(self) -> Iterator[tuple[Memory, Event, int, int]]:
         """What was told since this was last asked, and the step's bytes before and after each answer."""
         lines = self._script.lines[self.first :]
-        for i in range(self._noted, len(self.events)):
+        for i in range(self._noted, len(self._events)):
             self._noted = i + 1
-            yield self.memories[i], self.events[i], *lines[i].own
+            yield self._told.get(i) or Memory(self._devices[i], self._devices[i]), self._events[i], *lines[i].own
 
     def standing(self) -> list[int]:
         """The bytes beside blocks at each event."""
         lines = self._script.lines[self.first :]
-        return [max(0, memory.device - line.own[0]) for memory, line in zip(self.memories, lines, strict=False)]
+        return [max(0, device - line.own[0]) for device, line in zip(self._devices, lines, strict=False)]
 
     def waiting(self) -> list[int]:
         """The blocks whose reload is due, and has to wait."""
-        last = self._script.lines[self.first + len(self.events) - 1]
-        return [self._keys[number] for number in last.waiting]
+        last = self._script.lines[self.first + len(self._events) - 1]
+        return [self._signs.keys[number] for number in last.waiting]
 
     def transcript(self) -> Transcript:
         """Of the step until now."""
-        return Transcript(self._signs, [*self._script.lines[: self.first + len(self.events)]])
+        return Transcript(self._signs, [*self._script.lines[: self.first + len(self._events)]])
 
 
 class _Line(NamedTuple):

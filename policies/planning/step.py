@@ -34,9 +34,9 @@ class StepUnderWay:
     have come to stay or left for good, or smaller tensors are blocks from now on. rise: the most that came from one
     event to the next. exact: whether memory is told with all that comes and goes. varies: whether a block has
     another size than in the recorded step. held: the blocks whose release would free nothing now, if that is told.
-    spare: the least room that there was at the last event for what was to be held. transcript: for a script; None
-    where it cannot be repeated. rested: nothing had to move in the remainder of it. woken: it took more than
-    expected while it rested.
+    spare: the least room that there was at the last event for what was to be held. lack: the room that was missing
+    for what has to wait; infinite where nothing does. transcript: for a script; None where it cannot be repeated.
+    rested: nothing had to move in the remainder of it. woken: it took more than expected while it rested.
     """
 
     number: int
@@ -64,6 +64,7 @@ class StepUnderWay:
     undecided: bool = False
     compared: int = COMPARED
     spare: float = inf
+    lack: float = inf
     transcript: Transcript | None = field(default_factory=Transcript)
     rested: bool = False
     woken: bool = False
@@ -118,13 +119,11 @@ class StepUnderWay:
         if self._level is not None and memory.peak - self._level > self.rise:
             self.rise = memory.peak - self._level
         self._level = memory.device
-        self._count(memory)
+        self._count(memory.device, memory.reserved)
 
-    def _count(self, memory: Memory) -> None:
-        if memory.device > self.allocated:
-            self.allocated = memory.device
-        if memory.reserved > self.reserved:
-            self.reserved = memory.reserved
+    def _count(self, allocated: int, reserved: int) -> None:
+        self.allocated = max(self.allocated, allocated)
+        self.reserved = max(self.reserved, reserved)
 
     def write(
         self, event: Event, own: tuple[int, int], memory: Memory | None, room: int, answer: Sequence[Action]
@@ -139,8 +138,8 @@ class StepUnderWay:
             if memory is None:
                 raise KeyError
             above = memory.device - room
-            # Where there was no room for something, what was answered depends on each byte.
-            between = (-inf, above + self.spare) if self.spare >= 0 else (above, above)
+            # Where something had to leave to make room, what was answered depends on each byte.
+            between = (above - self.lack + 1, above + self.spare) if self.spare >= 0 else (above, above)
             self.transcript.add(event, memory.device, own, between, answer, self.returning)
         except KeyError:
             self.transcript = None
@@ -157,8 +156,7 @@ class StepUnderWay:
         """It has ended, and went to the end by the script of a step that was recorded so."""
         standing = [*self.recording.standing[: repetition.first], *repetition.standing()]
         self.recording = replace(recording, standing=standing)
-        for memory in repetition.memories:
-            self._count(memory)
+        self._count(*repetition.most())
 
     def end_rest(self, rest: Rest) -> None:
         """It has ended, and rested to the end."""
@@ -166,8 +164,7 @@ class StepUnderWay:
         like = rest.recording
         more = self.recording.standing[0] - like.standing[0]
         self.recording = replace(like, standing=[others + more for others in like.standing])
-        self.allocated = max(self.allocated, rest.allocated)
-        self.reserved = max(self.reserved, rest.reserved)
+        self._count(rest.allocated, rest.reserved)
 
     def wake(self) -> None:
         """It is not what it was taken for, and not known enough to be taken for anything else."""

@@ -12,7 +12,7 @@ from tests.policies.planned import gpt
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Allocate, Compute, Step, budget_between, profile
-from tiered_mem.policies import Event, LayerBegin, PlannedPolicy
+from tiered_mem.policies import Event, ForwardEnd, LayerBegin, PlannedPolicy
 from tiered_mem.policies.base import ExactMemory, LayerMemory, Memory, OnRequest, Used
 
 STEP = gpt(layers=12, size=16 * MIB)
@@ -67,6 +67,18 @@ def test_where_blocks_move_memory_is_asked_for_where_there_may_be_no_room() -> N
 def larger(place: int, nbytes: int) -> Step:
     """The step with more memory taken by others from an event on."""
     return Step(STEP.blocks, [*STEP.code[:place], Allocate(nbytes), *STEP.code[place:], Allocate(-nbytes)])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_where_blocks_have_to_wait_for_room_memory_is_not_asked_for_with_each_event(share: float) -> None:
+    policy, machine, budget = settled(share)
+    tight = larger(next(k for k, each in enumerate(STEP.code) if isinstance(each, ForwardEnd)), 24 * MIB)
+    for _ in range(4):
+        machine.run(tight)
+    policy.share(Memory)
+    outcome = machine.run(tight)
+    assert policy.share(Memory) < 0.1
+    assert outcome.peak <= budget
 
 
 def test_a_resting_policy_wakes_where_others_take_the_room() -> None:

@@ -98,7 +98,7 @@ def test_answers_are_those_of_a_policy_that_thinks(kind: str, seed: int) -> None
                 machine.allocate(-machine.level)
 
 
-def test_answers_for_want_of_room_are_given_again_for_the_same_memory_alone() -> None:
+def test_answers_for_want_of_room_are_given_again_until_there_is_room() -> None:
     step = gpt(layers=12, size=16 * MIB)
     policy, budget = planned(step, 0.3)
     thinking = PlannedPolicy(budget, LINK)

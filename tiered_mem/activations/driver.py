@@ -32,12 +32,12 @@ from ..policies.actions import (
 from ..policies.base import (
     BOUNDARIES,
     GATHERED_BYTES,
+    POSITIONS,
     Dropped,
     Event,
     ExactMemory,
     ForwardBegin,
     ForwardEnd,
-    HostPressure,
     LayerBegin,
     LayerEnd,
     LayerMemory,
@@ -299,17 +299,22 @@ class PolicyActions:
         if not self._listens:
             self.act(self._policy.decide(event))
             return
-        for each in itertools.chain(self._watch.before(event), (event,)):
-            asks = self._policy.asks
-            self._watch.note(each, asks)
-            if type(each) in _ON_REQUEST and type(each) not in asks:
-                continue
-            between = isinstance(each, StepMeasured | MoreBlocks | Recomputed)
-            if not between and (memory := self._watch.memory(each, asks)):
-                self.act(self._policy.decide(memory))
-            self.act(self._policy.decide(each))
-            self._watch.answered(self._policy.asks, between=between)
-            self._ask()
+        for each in self._watch.before(event):
+            self._tell_one(each)
+        self._tell_one(event)
+
+    def _tell_one(self, event: Event) -> None:
+        policy, kind = self._policy, type(event)
+        asks = policy.asks
+        self._watch.note(event, asks)
+        if kind in _ON_REQUEST and kind not in asks:
+            return
+        between = kind in _BETWEEN
+        if not between and (memory := self._watch.memory(event, asks)):
+            self.act(policy.decide(memory))
+        self.act(policy.decide(event))
+        self._watch.answered(policy.asks, between=between)
+        self._ask()
 
     def _ask(self) -> None:
         """What the policy wants to be told of next."""
@@ -357,11 +362,14 @@ class StepWatch:
         self._backward = BackwardEnd(turn, peak.restore)
         self._held: dict[int, None] = {}  # the blocks of a step with exact memory that others may have
 
-    def before(self, event: Event) -> Iterator[Event]:
+    def before(self, event: Event) -> Iterable[Event]:
         """What is to be told before an event: a step that was measured, ended, or begins.
 
         Each is to be noted and told before the next is asked for.
         """
+        return self._before(event) if type(event) in _OF_FORWARDS or self._meter.ended else ()
+
+    def _before(self, event: Event) -> Iterator[Event]:
         if (measured := self._meter.measured()) is not None:
             yield measured
         if isinstance(event, ForwardBegin):
@@ -405,26 +413,24 @@ class StepWatch:
 
     def note(self, event: Event, asks: Collection[type[Any]]) -> None:
         """The event is told now, or would be, to a policy that asks for these."""
-        match event:
-            case StepBegin(number):
-                self._number, self._begun, self._events = number, number + 1, 0
-                self._pool.step_begins(recorded=ExactMemory in asks)
-                self._stayed = {reason: moved.nbytes for reason, moved in self._counters.stayed.items()}
-            case StepEnd():
-                self._number = None
-                self._meter.end()
-            case StepMeasured() | MoreBlocks() | Recomputed() | HostPressure():
-                pass
-            case _ if self._number is not None:
+        if type(event) in POSITIONS:  # nearly all of them
+            if self._number is not None:
+                self._events += 1
                 if self._exact and isinstance(event, Used):
                     # What comes after the backward is the user's, and the user may ask torch for the peak.
                     self._backward.expect()
-                self._events += 1
-                if self._exact and isinstance(event, Saved):
+                elif self._exact and isinstance(event, Saved):
                     self._held.update(dict.fromkeys(key for key, _ in event.blocks))
                 if StepMeasured in asks:
                     self._meter.begin(self._number)
                 self._meter.position()
+        elif isinstance(event, StepBegin):
+            self._number, self._begun, self._events = event.step, event.step + 1, 0
+            self._pool.step_begins(recorded=ExactMemory in asks)
+            self._stayed = {reason: moved.nbytes for reason, moved in self._counters.stayed.items()}
+        elif isinstance(event, StepEnd):
+            self._number = None
+            self._meter.end()
 
     def _stayed_since(self) -> dict[str, int]:
         """The bytes of saved tensors that no policy heard of in this step, by reason."""
@@ -471,3 +477,5 @@ class BackwardEnd:
 
 # A step is measured for who asks for it, and that is told though nobody asks any more.
 _ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
+_BETWEEN = frozenset({StepMeasured, MoreBlocks, Recomputed})
+_OF_FORWARDS = frozenset({ForwardBegin, ForwardEnd})

@@ -353,6 +353,7 @@ class StepMeter:
     """Measures steps that are marked position by position.
 
     trace: the one that the engine has for good. Without one, it has one while a step is measured.
+    ended: the steps that are over and were not told.
     """
 
     def __init__(self, device: Device, engine: TransferEngine, trace: Trace | None) -> None:
@@ -360,7 +361,7 @@ class StepMeter:
         self._engine = engine
         self._trace = trace
         self._now: _Times | None = None
-        self._ended: deque[_Times] = deque()
+        self.ended: deque[_Times] = deque()
 
     def begin(self, step: int) -> None:
         """The step is to be measured from its next position on, if it is not measured already."""
@@ -381,7 +382,7 @@ class StepMeter:
         if times is not None:
             times.position()
             times.over = True
-            self._ended.append(times)
+            self.ended.append(times)
             self._engine.trace = self._trace
 
     def measured(self, *, wait: bool = False) -> StepMeasured | None:
@@ -389,10 +390,10 @@ class StepMeter:
 
         wait: until the device is through with it. Raises DeviceFailed then.
         """
-        if self._ended:
-            self._ended[0].trace.poll(wait=wait)
-            if self._ended[0].complete:
-                return self._ended.popleft().told()
+        if self.ended:
+            self.ended[0].trace.poll(wait=wait)
+            if self.ended[0].complete:
+                return self.ended.popleft().told()
         return None
 
 
