@@ -58,7 +58,7 @@ class MakeManager(Protocol):
     """Makes a manager for all the model's layers, unless told otherwise."""
 
     def __call__(
-        self, num_layers: int | None = None, *, in_flight: int = 0, host_bytes: str = "64MiB"
+        self, num_layers: int | None = None, *, in_flight: int = 0, host_bytes: str = "32MiB"
     ) -> TieringManager: ...
 
 
@@ -67,7 +67,7 @@ def make_manager(device: str) -> Iterator[MakeManager]:
     """Makes managers, in which nothing may be left at the end of the test."""
     managers: list[TieringManager] = []
 
-    def make(num_layers: int | None = None, *, in_flight: int = 0, host_bytes: str = "64MiB") -> TieringManager:
+    def make(num_layers: int | None = None, *, in_flight: int = 0, host_bytes: str = "32MiB") -> TieringManager:
         policy = LayerOrderPolicy(num_layers, in_flight=in_flight)
         managers.append(TieringManager(policy=policy, device=device, host_bytes=host_bytes))
         return managers[-1]

@@ -34,7 +34,7 @@ class Service:
 
     def __init__(self, device: str, host_pool: SlabPool | None = None) -> None:
         self._policy = OnCommand()
-        host_bytes = "256MiB" if host_pool is None else None
+        host_bytes = "64MiB" if host_pool is None else None
         self.manager = TieringManager(
             policy=self._policy, device=device, host_bytes=host_bytes, host_pool=host_pool
         )

@@ -22,7 +22,7 @@ STEPS = LAYERS + 2  # each layer has a trial in one of the first
 def tiering(device: str, policy: Policy | None = None, **arguments: Any) -> Iterator[TieringManager]:
     """A manager in which nothing may be left at the end."""
     policy = LayerOrderPolicy(0) if policy is None else policy
-    with TieringManager(policy=policy, device=device, host_bytes="64MiB", **arguments) as manager:
+    with TieringManager(policy=policy, device=device, host_bytes="16MiB", **arguments) as manager:
         yield manager
         assert eventually(lambda: is_empty(manager)), manager.memory_summary()
 

@@ -14,7 +14,7 @@ from tiered_mem.cpu_offload import OffloadableLayerState, get_cpu_offload_contex
 
 LEAST_ELEMENTS = 256 * 1024
 MIB = 1 << 20
-HOST_BYTES = "64MiB"
+HOST_BYTES = "16MiB"
 KINDS = ("plain", "mxfp8", "two_parts")
 
 

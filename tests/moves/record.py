@@ -136,7 +136,7 @@ def moves_of(name: str, device: str, folder: Path) -> list[str]:
     x = torch.randn(4, 64, 64).to(device)
     disk = None if host_bytes is None else _DiskAtOnce(folder, moves)
     with TieringManager(
-        policy=_Told(policy(), moves), device=device, host_bytes=host_bytes or "64MiB", disk=disk
+        policy=_Told(policy(), moves), device=device, host_bytes=host_bytes or "16MiB", disk=disk
     ) as manager:
         context = manager.offload_context(model.layers, min_bytes=1024)
         for step in range(STEPS):

@@ -32,7 +32,7 @@ class MakeTiered:
         *,
         residency: str = "host",
         bucket_bytes: int | str = 8192,
-        host_bytes: str = "64MiB",
+        host_bytes: str = "32MiB",
         device: str | None = None,
         separable: bool | None = None,
         overlap: Overlap | None = None,

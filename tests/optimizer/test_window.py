@@ -54,7 +54,8 @@ def test_where_there_is_no_piece_for_the_window_the_largest_bucket_has_room(
     module = torch.get_device_module(device)
     expected, params = (make_params(device, shapes=[(1024, 1024)] * 12) for _ in range(2))
     plain = torch.optim.SGD(expected, momentum=0.9, foreach=False)
-    tiered = make_tiered(torch.optim.SGD(params, momentum=0.9, foreach=False), bucket_bytes="16MiB")
+    optimizer = torch.optim.SGD(params, momentum=0.9, foreach=False)
+    tiered = make_tiered(optimizer, bucket_bytes="16MiB", host_bytes="64MiB")
     for step in range(4):
         give_gradients(expected, step)
         plain.step()
