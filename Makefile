@@ -23,7 +23,7 @@ demo: emulator ## trains a small GPT in 60 % of the memory that it needs: half a
 # One pass finds most with the race detector, and in the eager schedule: a wait that is missing leaves the numbers right
 # in almost every run, but the detector sees it, and sees it in any schedule. The eager one is nearest to a real device,
 # and the only one in which the tests start processes of their own.
-test: setup ## one pass over all that a change can break, with the race detector: four minutes
+test: setup ## one pass over all that a change can break, with the race detector: five minutes
 	$(RACES)=eager $(PYTEST) -m 'not slow'
 	@echo 'CI adds make lint, make mutants and make test-schedules (the other schedules, the task queue, the slow tests).'
 
