@@ -154,6 +154,23 @@ def test_exact_memory_tells_of_the_input_that_a_layer_still_has(device: str) -> 
             assert held <= {0, event.layer - 1}  # the caller has the first, and this layer the last one
 
 
+class AskingLate(Listening):
+    """Begins to ask for exact memory when a layer of the first step has ended."""
+
+    def decide(self, event: Event) -> Sequence[Action]:
+        if isinstance(event, LayerEnd):
+            self.asks = {ExactMemory}
+        return super().decide(event)
+
+
+def test_exact_memory_tells_of_what_was_saved_before_somebody_asked(device: str) -> None:
+    told = told_in(AskingLate(1, set()), device, steps=1)
+    first = next(event.blocks[0][0] for event in told if isinstance(event, Saved))
+    memories = [event for event in told if isinstance(event, ExactMemory)]
+    assert memories
+    assert all(first in memory.held for memory in memories[:3])  # the caller has it
+
+
 def test_each_use_is_told_of_the_layer_that_saved_it(device: str) -> None:
     told = told_in(Listening(2, {Used}), device, steps=1)
     saver = {

@@ -304,13 +304,11 @@ class PolicyActions:
         self._tell_one(event)
 
     def _tell_one(self, event: Event) -> None:
-        policy, kind = self._policy, type(event)
-        asks = policy.asks
+        policy, kind, asks = self._policy, type(event), self._policy.asks
         self._watch.note(event, asks)
         if kind in _ON_REQUEST and kind not in asks:
             return
-        between = kind in _BETWEEN
-        if not between and (memory := self._watch.memory(event, asks)):
+        if not (between := kind in _BETWEEN) and (memory := self._watch.memory(event, asks)):
             self.act(policy.decide(memory))
         self.act(policy.decide(event))
         self._watch.answered(policy.asks, between=between)
@@ -404,6 +402,8 @@ class StepWatch:
         exact = ExactMemory in asks
         if between and exact == self._exact:
             return
+        if exact and not self._exact:
+            self._held = dict.fromkeys(self._blocks.by_key)  # of a step that has begun already
         self._exact = exact
         # Where nothing can move any more, nobody has to know all that comes and goes.
         if self._exact and (self._forwards or self._blocks.by_key):
