@@ -477,5 +477,6 @@ class BackwardEnd:
 
 # A step is measured for who asks for it, and that is told though nobody asks any more.
 _ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
+# Nothing is told of memory at these.
 _BETWEEN = frozenset({StepMeasured, MoreBlocks, Recomputed})
 _OF_FORWARDS = frozenset({ForwardBegin, ForwardEnd})
