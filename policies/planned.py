@@ -141,7 +141,7 @@ class PlannedPolicy(Policy):
             raise TypeError(f"host_bytes must be a size or a function, not the class {host_bytes.__name__}")
         if host_bytes is not None and not callable(host_bytes):
             host_bytes = parse_bytes(host_bytes, "host_bytes")
-        self.states = StatesShare(passing=self._given // _PASSING)
+        self.states = StatesShare(budget=self._given, passing=self._given // _PASSING)
         self.alone = True
         self._shortfall: BudgetTooSmall | None = None
         self._least_margin = margin

@@ -57,7 +57,8 @@ class StatesShare:
     target: how many shall be; None as long as nothing is planned.
     forward, backward: what crosses the link beside these. All else that does not stay crosses it in the optimizer's
     step.
-    passing: how many bytes of the device they had better pass through while the optimizer steps. None: any.
+    budget: the bytes of the device that all may take together. None: any.
+    passing: how many of them they had better pass through while the optimizer steps. None: any.
     step_peak: the most bytes of the device while the optimizer steps, with all else and without those kept.
     rounding: by which torch's pool may give more for what is kept than is asked for.
     registered: whether there is an optimizer, wherever its states are. at_once: whether one is stepped at once.
@@ -69,6 +70,7 @@ class StatesShare:
     target: int | None = None
     forward: Crossing = Crossing()
     backward: Crossing = Crossing()
+    budget: int | None = None
     passing: int | None = None
     step_peak: int = 0
     rounding: int = 0

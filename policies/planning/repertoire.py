@@ -370,7 +370,10 @@ class Repertoire:
             known.tables.clear()
 
     def _plan(self, profile: Profile, spare: int) -> Plan:
-        """spare: bytes to leave free where there is a plan without them. What nobody has measured may take more."""
+        """spare: bytes to leave free where there is a plan without them. What nobody has measured may take more.
+
+        Where there is none, half of what no plan needs is left free.
+        """
         states = self.states
         if states.total and states.target != 0:
             keep = self._to_keep(profile)
@@ -379,10 +382,11 @@ class Repertoire:
                 self.replan()
         try:
             return self._within(profile, self.room - states.planned - spare)
-        except BudgetTooSmall:
+        except BudgetTooSmall as error:
             if not self._margin and not spare:
                 raise
-        return self._within(profile, self.budget - states.planned)
+            least, budget = error.floor, self.budget - states.planned
+        return self._within(profile, budget - max(0, budget - least) // 2)
 
     @property
     def room(self) -> int:

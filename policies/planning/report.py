@@ -166,7 +166,7 @@ class Account:
         self._given = given
         self._states = states
         self._recompute = tried is not None
-        self._tried = tried or _none_tried
+        self._tried = tried or (lambda: Tried(None, False, False))
         self._first: int | None = None  # bytes beside blocks when the first step began
         self._last: StepUnderWay | None = None  # that went by a plan
         self._peaks: deque[int] = deque(maxlen=_LATELY)  # of it and those like it before
@@ -320,10 +320,6 @@ class Account:
         return "the first step is recorded, and the next one like it goes by a plan"
 
 
-def _none_tried() -> Tried:
-    return Tried(None, False, False)
-
-
 def _alike(one: StepUnderWay, other: StepUnderWay) -> bool:
     return one.known is other.known and one.variant.ratio == other.variant.ratio
 
@@ -388,7 +384,7 @@ class Overrun:
         return (
             f"step {self.step} took {peak} of the device, {over} more than the budget of "
             f"{format_bytes(self.budget)}: {self.cause.value}. {format_bytes(self.blocks)} of it were in blocks, "
-            f"which can move, and {rest} were not{told}. What helps: a budget of {peak}; {helps}"
+            f"which can move, and {rest} were not{told}. What helps: {over} of budget more; {helps}"
         )
 
 

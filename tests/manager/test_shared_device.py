@@ -117,6 +117,35 @@ def test_steps_beside_forward_are_planned_for(
         assert equal(values(optimizer), expected)
 
 
+def test_states_pass_through_less_where_the_budget_asks(device: str, device_module: ModuleType) -> None:
+    """A large parameter's states, beside others, are more than there is room for. Alone they fit."""
+
+    def trained(budget: str | int) -> tuple[list[float], list[torch.Tensor], list[int], int]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)), torch.nn.Linear(256, 4096))
+        x = torch.randn(64, 256).to(device)
+        model.to(device)
+        with (
+            TieringManager(policy="auto", device_budget=budget, device=device, host_bytes="64MiB") as manager,
+            manager.attach(model),
+        ):
+            optimizer = manager.register_optimizer(torch.optim.AdamW(model.parameters()), bucket_bytes="4MiB")
+            losses, peaks = [], []
+            for _ in range(6):
+                most = Peak(device_module)
+                losses += train(model, x, optimizer, [64])
+                peaks.append(most.read())
+            return losses, values(optimizer), peaks, optimizer.states.pipeline.window_bytes
+
+    before = device_module.memory_allocated()
+    losses, expected, peaks, whole = trained(before + (1 << 30))
+    budget = max(peaks) - whole // 4
+    again, found, peaks, window = trained(budget)
+    assert (again, equal(found, expected)) == (losses, True)
+    assert whole // 2 <= window < whole
+    assert max(peaks) <= budget
+
+
 def test_what_the_host_cannot_hold_goes_to_disk(device: str, tmp_path: Path) -> None:
     model, x = make(device)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -69,7 +69,9 @@ def test_where_there_is_no_piece_for_the_window_the_largest_bucket_has_room(
         finally:
             module.set_per_process_memory_fraction(1.0)
     assert not differences(outcome(plain, expected), outcome(tiered, params))
-    (told,) = [record.getMessage() for record in caplog.records if "torch's pool has no piece" in record.msg]
+    (told,) = [
+        record.getMessage() for record in caplog.records if "torch's pool has no piece" in record.getMessage()
+    ]
     assert "through 8.0 MiB of device memory in place of 32.0 MiB" in told
 
 

@@ -26,7 +26,7 @@ def test_it_has_the_numbers_and_what_helps() -> None:
     assert "step 7 took 120.0 MiB of the device, 20.0 MiB more than the budget of 100.0 MiB" in told
     assert "5.0 MiB of it were in blocks, which can move, and 115.0 MiB were not" in told
     assert "its layers saved 64.0 MiB in tensors below min_bytes" in told
-    assert "What helps: a budget of 120.0 MiB; " in told
+    assert "What helps: 20.0 MiB of budget more; " in told
 
 
 def test_each_cause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

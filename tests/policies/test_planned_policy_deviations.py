@@ -143,13 +143,14 @@ def test_a_backward_that_comes_back_to_a_layer_is_planned_for() -> None:
 
 
 def test_a_margin_is_used_only_where_a_step_needs_it() -> None:
-    step = gpt(layers=4)
-    budget, margin = budget_between(profile(step), 0.4), 50 * MIB
-    for given, room in ((budget, budget - margin), (least := budget_between(profile(step), 0.0), least)):
+    step = gpt(layers=20, size=4 * MIB)
+    budget, least, margin = budget_between(profile(step), 0.4), budget_between(profile(step), 0.0), 24 * MIB
+    # Where there is no plan without it, half of what can be left free is.
+    for given, room in ((budget, budget - margin), (least + 20 * MIB, least + 10 * MIB), (least, least)):
         machine = Machine(PlannedPolicy(given, LINK, margin=margin), LINK)
         machine.run(step)
         for _ in range(2):
-            assert room - 64 * MIB <= machine.run(step).peak <= room
+            assert room - 4 * MIB <= machine.run(step).peak <= room
         assert machine.policy.report().budget == given
 
 

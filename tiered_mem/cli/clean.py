@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     paths: list[Path] = options.dirs
     removed = [each for path in paths for each in ([] if options.dry_run else look_into(sweep, path))]
-    left = [each for path in paths for each in look_into(_dead, path)]
+    left = [each for path in paths for each in look_into(owners, path) if not each.alive]
     if options.json:
         write_json(
             {
@@ -54,7 +54,3 @@ def _show(spill_dirs: Sequence[Path], removed: Sequence[Owned], left: Sequence[O
     if not dry_run:
         for each in left:  # why was logged
             screen.print(plain(f"{each.path} stays, with {each.files} files of {format_bytes(each.nbytes)}"))
-
-
-def _dead(spill_dir: Path) -> list[Owned]:
-    return [each for each in owners(spill_dir) if not each.alive]

@@ -185,7 +185,8 @@ def _show(text: str, plans: Sequence[BudgetRow], options: argparse.Namespace, *,
                 *(format_bytes(each.budget), _seconds(each.plain)),
                 *(_checkpointed(each), _seconds(each.moving), _seconds(each.seconds)),
                 *(format_bytes(each.moved), format_bytes(each.states_kept)),
-                *(_mix(each), "asked for" if each.budget == options.budget else ""),
+                ", ".join(f"{count} {how}" for how, count in sorted(each.mix.items())) or "-",
+                "asked for" if each.budget == options.budget else "",
             )
             for each in plans
         ]
@@ -203,11 +204,6 @@ def _seconds(seconds: float | None) -> str:
 def _checkpointed(step: BudgetRow) -> str:
     told = _seconds(step.checkpointed)
     return told if step.checkpointed_layers is None else f"{told} ({step.checkpointed_layers})"
-
-
-def _mix(step: BudgetRow) -> str:
-    """Such as "18 cheap, 2 full"."""
-    return ", ".join(f"{count} {how}" for how, count in sorted(step.mix.items())) or "-"
 
 
 def _draw(plans: Sequence[BudgetRow], options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -66,7 +67,8 @@ class Pipeline:
         self._left_window: list[Ticket] = []
         self._left_own: list[Ticket] = []
         self._ending = False
-        self._narrow = False  # it was said that there is no room for a whole window
+        self._most = sys.maxsize  # of the window
+        self._told: set[str] = set()  # why it is narrow
         self.device = device
         self.residences = residences
         self.buckets: list[Bucket] = []
@@ -85,10 +87,20 @@ class Pipeline:
     def window_bytes(self) -> int:
         """The device memory that states pass through in a step."""
         # Room for one that comes, one that is stepped, one that leaves, and for what is lost where the ring ends.
-        largest = max((bucket.nbytes for bucket in self.buckets), default=0)
-        large = largest if largest > self.residences.bucket_bytes // 2 else 0
+        large = self.largest if self.largest > self.residences.bucket_bytes // 2 else 0
         moving = sum(bucket.nbytes for bucket in self.buckets if not bucket.stays)
-        return min(2 * self.residences.bucket_bytes + large, moving)
+        return min(2 * self.residences.bucket_bytes + large, moving, max(self._most, self.largest))
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest bucket."""
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
+
+    def pass_through(self, nbytes: int) -> None:
+        """States pass through no more than that from now on, or the least that will do: the largest bucket."""
+        whole = self.window_bytes
+        self._most = min(self._most, nbytes)
+        self._tell_narrow(self.window_bytes, whole, "the budget has no room for it")
 
     @contextmanager
     def only(self, buckets: Sequence[Bucket]) -> Iterator[None]:
@@ -355,22 +367,19 @@ class Pipeline:
         return True
 
     def _new_window(self) -> Window[Bucket]:
-        nbytes = self.window_bytes
         try:
-            return Window(self.device, nbytes)
+            return Window(self.device, self.window_bytes)
         except torch.OutOfMemoryError:
-            least = min(max(bucket.nbytes for bucket in self.buckets), nbytes)
-            if least == nbytes:
+            if self.largest >= self.window_bytes:
                 raise
-        window: Window[Bucket] = Window(self.device, least)
-        if not self._narrow:
-            self._narrow = True
-            _log.warning(
-                "steps of %s go through %s of device memory in place of %s, for which torch's pool has no piece: "
-                "buckets wait for each other. Smaller bucket_bytes help, or a smaller device_budget",
-                *(self._name, format_bytes(least), format_bytes(nbytes)),
-            )
-        return window
+        self._tell_narrow(self.largest, self.window_bytes, "torch's pool has no piece for it")
+        return Window(self.device, self.largest)
+
+    def _tell_narrow(self, window: int, whole: int, why: str) -> None:
+        if window < whole and why not in self._told:
+            self._told.add(why)
+            told = "steps of %s go through %s of device memory in place of %s, and buckets wait for each other: %s"
+            _log.warning(told, self._name, format_bytes(window), format_bytes(whole), why)
 
     def _start(
         self, bucket: Bucket, slot: Slot, params: Set[Param], flat: torch.Tensor, after: list[Ticket]

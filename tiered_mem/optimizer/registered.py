@@ -242,7 +242,8 @@ class _Sharing:
         """Measures what a step takes of the device, where it is made otherwise than the one before, or sees it.
 
         In the first step there are no states that come through the window, but it is allotted to them already. What
-        it takes indeed shows in the second, and may leave room for more to stay.
+        it takes indeed shows in the second, and may leave room for more to stay. The window is made smaller where
+        the budget would be passed.
         """
         pipeline = states.pipeline
         begun = any(bucket.states for bucket in pipeline.buckets)
@@ -254,7 +255,11 @@ class _Sharing:
             return
         with self._peak.measured() as most:
             yield
-        self._steps[states] = way, most() - self._kept + (0 if begun else pipeline.window_bytes)
+        taken = most() - self._kept
+        if self.share.budget is not None and not states.at_once:
+            # A first step makes states of a bucket on the device, where a later one has its window.
+            pipeline.pass_through(self.share.budget - taken + (way[1] if begun else pipeline.largest))
+        self._steps[states] = way, taken + (0 if begun else pipeline.window_bytes)
         self.share.step_peak = max(peak for _, peak in self._steps.values())
         if begun and before is not None and not before[0]:
             self.share.target = None
@@ -279,7 +284,7 @@ class _Sharing:
             Crossing(
                 sharing=_bytes(states for states in sharing if beside.get(states) == part),
                 others=_bytes(states for states in others if beside[states] == part),
-                first=max((_largest(states) for states in beside if beside[states] == part), default=0),
+                first=max((states.pipeline.largest for states in beside if beside[states] == part), default=0),
             )
             for part in _HIDDEN[1:]
         )
@@ -298,10 +303,6 @@ class _Sharing:
 
 def _bytes(all_states: Iterable[States]) -> int:
     return sum(states.pipeline.nbytes for states in all_states)
-
-
-def _largest(states: States) -> int:
-    return max((bucket.nbytes for bucket in states.pipeline.buckets), default=0)
 
 
 def _rounding(nbytes: int) -> int:

@@ -138,7 +138,9 @@ def checksum_by_name(name: str | None) -> Checksum:
         raise ValueError(f"{name!r} is no checksum; there are {', '.join(DIGITS)}, and None for the fastest")
     if name in (None, "xxh3_64"):
         return Checksum("xxh3_64", xxhash.xxh3_64_hexdigest)
-    return Checksum("none", _no_digits) if name == "none" else Checksum("crc32", _crc32)
+    if name == "none":
+        return Checksum("none", lambda data: "")
+    return Checksum("crc32", lambda data: f"{zlib.crc32(data):08x}")
 
 
 def _runs(parts: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -154,11 +156,3 @@ def _runs(parts: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int
 
 def _title(header: Header) -> str:
     return f"record {header.number} of run {header.run}, write {header.write}"
-
-
-def _crc32(data: memoryview) -> str:
-    return f"{zlib.crc32(data):08x}"
-
-
-def _no_digits(data: memoryview) -> str:
-    return ""
