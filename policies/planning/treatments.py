@@ -230,7 +230,7 @@ class Treatments:
         """Whether steps take other times than what was chosen by, as where they wait for other ranks no more that
         tried their ways at that time. Those count from now on."""
         known = self._repertoire.recorded(course.choice)
-        if known is None or course.corrections >= _CORRECTIONS:
+        if known is None or course.moved or course.corrections >= _CORRECTIONS:
             return False
         if abs(known.profile.compute - course.expected) <= _BETTER * course.expected:
             return False
