@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.pictures.__main__ import BUDGET, GIB, LINKS, PLANNED, WAYS, budgets, memory, outline
+from benchmarks.pictures.__main__ import (
+    BUDGET,
+    GIB,
+    LINKS,
+    PLANNED,
+    ROOT,
+    STEPS,
+    TOKENS,
+    WAYS,
+    budgets,
+    memory,
+    outline,
+)
 from tests.conftest import EMULATED
 
 
@@ -50,6 +63,30 @@ def test_an_outline_is_never_below_what_it_stands_for() -> None:
         while coarse[at + 1] <= begin:
             at += 1
         assert size <= most[at]
+
+
+@pytest.mark.once(why="it needs no device")
+def test_the_readme_says_what_is_drawn() -> None:
+    drawn = (ROOT / "docs/pictures/memory.svg").read_text()
+    said = " ".join((ROOT / "README.md").read_text().split())
+    plain, tiered = (re.search(f"<!-- {way}: (.*) GiB, (.*) s -->", drawn) for way in ("plain", "tiered"))
+    assert plain is not None
+    assert tiered is not None
+    assert f"Plain it rises to {plain[1]} GiB, and the step takes {plain[2]} s." in said
+    assert f"it stays at {tiered[1]} GiB, and the step takes {tiered[2]} s." in said
+
+
+@pytest.mark.slow(why="a process makes fifteen steps of Llama 2 7B")
+@pytest.mark.skipif(not EMULATED, reason="it needs the emulated NPU")
+@pytest.mark.schedules("eager", why="it starts a process of its own, which has its schedule")
+def test_the_step_that_is_drawn_is_as_fast_as_any_before(tmp_path: Path) -> None:
+    """Optimizer states stay on the device from the tenth on. Shorter steps are no reason to choose anew then."""
+    options = "tiered", str(TOKENS), str(BUDGET), str(STEPS["tiered"]), str(tmp_path / "picture.png")
+    command = [sys.executable, "-m", "benchmarks.pictures.child", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+    assert seconds[-1] <= 1.01 * min(seconds)
 
 
 @pytest.mark.slow(why="a process makes three steps of Llama 2 7B")
