@@ -62,8 +62,6 @@ _GROWN = 0.01
 # The last of these that show what the next may take; and so many of the first are all recorded but for their times.
 _VARYING = 8
 _FIRST_VARYING = 16
-# Optimizer states pass through this part of the budget.
-_PASSING = 16
 _TREATED = frozenset({ForwardBegin, LayerBegin, LayerEnd})
 _PLAYED: frozenset[type[OnRequest]] = frozenset({Used, StepBegin, StepEnd, Memory, MoreBlocks, Recomputed, Refused})
 _TIMED = _PLAYED | {StepMeasured}
@@ -141,7 +139,7 @@ class PlannedPolicy(Policy):
             raise TypeError(f"host_bytes must be a size or a function, not the class {host_bytes.__name__}")
         if host_bytes is not None and not callable(host_bytes):
             host_bytes = parse_bytes(host_bytes, "host_bytes")
-        self.states = StatesShare(budget=self._given, passing=self._given // _PASSING)
+        self.states = StatesShare(budget=self._given)
         self.alone = True
         self._shortfall: BudgetTooSmall | None = None
         self._least_margin = margin

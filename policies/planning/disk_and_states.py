@@ -58,7 +58,6 @@ class StatesShare:
     forward, backward: what crosses the link beside these. All else that does not stay crosses it in the optimizer's
     step.
     budget: the bytes of the device that all may take together. None: any.
-    passing: how many of them they had better pass through while the optimizer steps. None: any.
     step_peak: the most bytes of the device while the optimizer steps, with all else and without those kept.
     rounding: by which torch's pool may give more for what is kept than is asked for.
     registered: whether there is an optimizer, wherever its states are. at_once: whether one is stepped at once.
@@ -71,7 +70,6 @@ class StatesShare:
     forward: Crossing = Crossing()
     backward: Crossing = Crossing()
     budget: int | None = None
-    passing: int | None = None
     step_peak: int = 0
     rounding: int = 0
     registered: bool = False

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,16 +77,20 @@ def test_the_readme_says_what_is_drawn() -> None:
     assert f"it stays at {tiered[1]} GiB, and the step takes {tiered[2]} s." in said
 
 
+def trained(*options: object) -> dict[str, Any]:
+    """What a training in a process of its own says in the end."""
+    command = [sys.executable, "-m", "benchmarks.pictures.child", *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 @pytest.mark.slow(why="a process makes fifteen steps of Llama 2 7B")
 @pytest.mark.skipif(not EMULATED, reason="it needs the emulated NPU")
 @pytest.mark.schedules("eager", why="it starts a process of its own, which has its schedule")
 def test_the_step_that_is_drawn_is_as_fast_as_any_before(tmp_path: Path) -> None:
     """Optimizer states stay on the device from the tenth on. Shorter steps are no reason to choose anew then."""
-    options = "tiered", str(TOKENS), str(BUDGET), str(STEPS["tiered"]), str(tmp_path / "picture.png")
-    command = [sys.executable, "-m", "benchmarks.pictures.child", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+    seconds = trained("tiered", TOKENS, BUDGET, STEPS["tiered"], tmp_path / "picture.png")["seconds"]
     assert seconds[-1] <= 1.01 * min(seconds)
 
 
@@ -93,10 +98,7 @@ def test_the_step_that_is_drawn_is_as_fast_as_any_before(tmp_path: Path) -> None
 @pytest.mark.skipif(not EMULATED, reason="it needs the emulated NPU")
 @pytest.mark.schedules("eager", why="it starts a process of its own, which has its schedule")
 def test_the_memory_over_a_step_is_torchs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.pictures.child", "plain", "512", "60", "3", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = trained("plain", 512, 60, 3, tmp_path / "none")
     assert len(found["times"]) == len(found["bytes"]) + 1
     assert 0 < found["parts"]["backward"] < found["parts"]["optimizer"] < found["times"][-1]
     # Weights, gradients and states of 6.7e9 parameters in bfloat16, and little more with so few tokens.

@@ -87,9 +87,10 @@ class Pipeline:
     def window_bytes(self) -> int:
         """The device memory that states pass through in a step."""
         # Room for one that comes, one that is stepped, one that leaves, and for what is lost where the ring ends.
-        large = self.largest if self.largest > self.residences.bucket_bytes // 2 else 0
+        largest = self.largest
+        large = largest if largest > self.residences.bucket_bytes // 2 else 0
         moving = sum(bucket.nbytes for bucket in self.buckets if not bucket.stays)
-        return min(2 * self.residences.bucket_bytes + large, moving, max(self._most, self.largest))
+        return min(2 * self.residences.bucket_bytes + large, moving, max(self._most, largest))
 
     @property
     def largest(self) -> int:
@@ -100,7 +101,7 @@ class Pipeline:
         """States pass through no more than that from now on, or the least that will do: the largest bucket."""
         whole = self.window_bytes
         self._most = min(self._most, nbytes)
-        self._tell_narrow(self.window_bytes, whole, "the budget has no room for it")
+        self._tell_narrow(self.window_bytes, whole, "the budget has no room for it. Raise device_budget")
 
     @contextmanager
     def only(self, buckets: Sequence[Bucket]) -> Iterator[None]:
@@ -367,13 +368,14 @@ class Pipeline:
         return True
 
     def _new_window(self) -> Window[Bucket]:
+        nbytes, least = self.window_bytes, self.largest
         try:
-            return Window(self.device, self.window_bytes)
+            return Window(self.device, nbytes)
         except torch.OutOfMemoryError:
-            if self.largest >= self.window_bytes:
+            if least >= nbytes:
                 raise
-        self._tell_narrow(self.largest, self.window_bytes, "torch's pool has no piece for it")
-        return Window(self.device, self.largest)
+        self._tell_narrow(least, nbytes, "torch's pool has no piece for it. Lower bucket_bytes or device_budget")
+        return Window(self.device, least)
 
     def _tell_narrow(self, window: int, whole: int, why: str) -> None:
         if window < whole and why not in self._told:

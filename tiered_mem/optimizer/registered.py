@@ -32,6 +32,7 @@ _log = logging.getLogger("tiered_mem.optimizer")
 # What states take of the host tier before they go to disk; the rest is for activations.
 _HOST_SHARE = 0.5
 _BUCKET_BYTES = 256 << 20
+_PARTS = 32  # of a budget: by default bucket_bytes are no more than one
 # What hides the ways of states, the least first.
 _HIDDEN = (None, "forward", "backward")
 
@@ -87,8 +88,8 @@ class RegisteredOptimizers:
             raise ValueError("the optimizer is registered already: use what register_optimizer returned then")
         check_optimizer(optimizer, self._device)
         if bucket_bytes is None:
-            passing = None if self._sharing is None else self._sharing.share.passing
-            bucket_bytes = _BUCKET_BYTES if passing is None else min(_BUCKET_BYTES, passing // 2)
+            budget = None if self._sharing is None else self._sharing.share.budget
+            bucket_bytes = _BUCKET_BYTES if budget is None else min(_BUCKET_BYTES, budget // _PARTS)
         if residency not in get_args(Residency):
             names = ", ".join(map(repr, get_args(Residency)))
             raise ValueError(f"residency is {residency!r}; there are {names}")
@@ -115,8 +116,6 @@ class RegisteredOptimizers:
                 _log.info("%s has no overlap: %s", name, str(error))
                 overlap = None
         in_order = choice.in_order or overlap is not None
-        # A plan would not see memory that goes back to torch's pool with copies under way, or is taken at times.
-        planned = self._sharing is not None
         pipeline = Pipeline(
             self._device,
             self._engine,
@@ -125,7 +124,8 @@ class RegisteredOptimizers:
             choice.split,
             name,
             in_order=in_order,
-            planned=planned,
+            # A plan would not see memory that goes to torch's pool with copies under way, or is taken at times.
+            planned=self._sharing is not None,
             overlapped=overlap is not None,
         )
         stay = residency == "device-until-offload"
