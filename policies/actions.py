@@ -108,8 +108,27 @@ class Recompute:
     how: How
 
 
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Leave all that a layer saves which is about to begin to autograd: it stays, and none of it is a block.
+
+    That takes little host time: nothing more is told of the layer, neither its blocks, nor its end, nor its
+    backward. Counts in an answer to the LayerBegin of this layer's forward, and is passed over in any other. The
+    manager passes it over, too, where something else has to know of blocks: a disk tier, a trace, a wish to compute
+    the layer again, or hooks of the user's own around it.
+
+    Args:
+        layer: The layer's position in its forward.
+        layers: So many, this one and those after it, whose beginning is not told either.
+    """
+
+    layer: int
+    layers: int = 1
+
+
 Action = Offload | Release | Reload | Retain | Spill | Fetch
-Advice = Action | Recompute
+OfLayer = Recompute | Keep
+Advice = Action | OfLayer
 
 
 def after(action: type[Action], place: Place, sinking: bool) -> tuple[Place, bool] | None:

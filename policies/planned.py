@@ -10,7 +10,7 @@ from typing import Any
 
 from ..ground.arguments import instance, number, whole_number
 from ..sizes import format_bytes, parse_bytes
-from .actions import Action, Advice, Recompute
+from .actions import Action, Advice, Keep, OfLayer, Recompute
 from .base import (
     GATHERED_BYTES,
     POSITIONS,
@@ -205,12 +205,14 @@ class PlannedPolicy(Policy):
     def decide(self, event: Event) -> Sequence[Advice]:
         player = self._player
         if type(event) in POSITIONS:  # nearly all of them
-            recomputed = self._treated(event) if type(event) in _TREATED else ()
+            of_layer: Sequence[OfLayer] = self._treated(event) if type(event) in _TREATED else ()
             answer: Sequence[Advice] = player.answer(event)
             if player.decided:
                 self._decided()
-            if recomputed:
-                answer = [*recomputed, *answer]
+            if of_layer:
+                answer = [*of_layer, *answer]
+            elif type(event) is LayerBegin and not event.backward and (layers := player.sure_layers()):
+                answer = (Keep(event.layer, layers),)
         else:
             answer = self._note(event)
         self.asks = self._asks if self._asks is not _PLAYED else _EASE[player.ease]

@@ -10,7 +10,8 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .activations.hooks import ForwardPass, Saved, keep, untraced
+from .activations.hooks import ForwardPass, Saved, keep
+from .activations.untraced import untraced
 from .configuration import default_manager
 from .manager import TieringManager
 

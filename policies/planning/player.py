@@ -19,8 +19,10 @@ from .table import Table
 
 _FETCHED_AHEAD = 8
 _COMING = Reload, Fetch
-# Of what a step takes, the room beyond that must be at least this part if nobody is to look.
+# Of what a step takes, the room beyond that must be at least this part if nobody is to look; and if what its layers
+# save cannot leave any more, whatever comes.
 _WIDE = 4
+_AMPLE = 2
 
 
 class Ease(Enum):
@@ -190,10 +192,15 @@ class Player:
             return
         if step.known is None or step.known.guessed:
             return
-        spare = self.room - table.plan.peak
-        if spare * _WIDE >= table.plan.peak - table.recording.standing[0]:
+        spare, taken = self.room - table.plan.peak, table.plan.peak - table.recording.standing[0]
+        if spare * _WIDE >= taken:
             self._repetition, self.ease = None, Ease.RESTING
-            self._rest = Rest(table.recording, table.plan.peak + spare // 2, memory)
+            layer = table.layer_bytes if spare * _AMPLE >= taken else 0
+            self._rest = Rest(table.recording, table.plan.peak + spare // 2, memory, layer)
+
+    def sure_layers(self) -> int:
+        """So many of the layers that begin now need not save blocks."""
+        return 0 if self._rest is None else self._rest.sure_layers()
 
     def spill(self, nbytes: int) -> list[Action]:
         """Sends so many bytes of the host on to disk."""

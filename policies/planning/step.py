@@ -228,13 +228,19 @@ class Rest:
     last told.
 
     recording: of a step that this one repeats. allocated, reserved: the most of each that was told.
+    layer: the most that one takes in its forward; 0 where what layers save has to be blocks.
     """
 
-    def __init__(self, recording: Recording, most: int, memory: Memory) -> None:
+    def __init__(self, recording: Recording, most: int, memory: Memory, layer: int) -> None:
         self.recording = recording
+        self._layer = layer
         self._most = most
         self._device = memory.device
         self.allocated, self.reserved = memory.device, memory.reserved
+
+    def sure_layers(self) -> int:
+        """How many that begin now have room, and were each to take twice as much as any did. At least one."""
+        return max(1, (self._most - self._device) // (2 * self._layer)) if self._layer else 0
 
     def goes_on(self, event: Event, memory: Memory | None) -> bool:
         """Whether it does after this event, of which it takes note then."""

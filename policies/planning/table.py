@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import inf
 
 from ..actions import Action, Fetch, Offload, Release, Reload, Retain, Spill
@@ -84,6 +85,12 @@ class Table:
             self._lives[whole(block)].append(b)
         self._steps = dict(steps)
         self._position = {name: k for k, name in enumerate(self.names)}
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """The most by which memory rises from a layer's forward to what comes after it. At least 1."""
+        begins = [k for k, name in enumerate(self.names) if name[0] in ("forward", "over")]
+        return max([1, *(self._memory[then] - self._memory[k] for k, then in pairwise(begins))])
 
     def actions(self, event: Name, names: StepNames) -> list[Action]:
         """The actions at an event, about the blocks of this step that are alive or were."""

@@ -36,7 +36,7 @@ HARMLESS = {
     "disk_and_states.py": ["crossing"],
     "filesystem.py": ["memory_at", "pages"],
     "guarded.py": ["__torch_function__", "_all_guarded", "guard_of"],
-    "hooks.py": ["call", "is_checkpoint", "load"],
+    "hooks.py": ["is_checkpoint", "load"],
     "layer_order.py": ["__init__", "check"],
     "layout.py": ["params_of"],
     "profile.py": ["__post_init__"],
@@ -84,6 +84,7 @@ HARMLESS = {
         "state",
         "step",
     ],
+    "untraced.py": ["call"],
 }
 MAY_BE_INTERRUPTED = {f"{file}:{name}" for file, names in HARMLESS.items() for name in names}
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from tests.policies.planned import gpt
-from tests.policies.simulated.machine import Machine
+from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.random_steps import LINK, MIB
 from tests.policies.simulated.steps import Allocate, Compute, Step, budget_between, profile
-from tiered_mem.policies import Event, ForwardEnd, LayerBegin, PlannedPolicy
+from tiered_mem.policies import Event, ForwardEnd, LayerBegin, ManualPolicy, PlannedPolicy, Saved
 from tiered_mem.policies.base import ExactMemory, LayerMemory, Memory, OnRequest, Used
 
 STEP = gpt(layers=12, size=16 * MIB)
@@ -78,6 +78,34 @@ def test_where_blocks_have_to_wait_for_room_memory_is_not_asked_for_with_each_ev
     policy.share(Memory)
     outcome = machine.run(tight)
     assert policy.share(Memory) < 0.1
+    assert outcome.peak <= budget
+
+
+def layers_told(outcome: Outcome) -> set[int]:
+    return {event.layer for event, _ in outcome.log if isinstance(event, Saved)}
+
+
+def test_where_there_is_half_as_much_room_again_layers_are_left_to_autograd() -> None:
+    _, machine, _ = settled(2.0)
+    outcome = machine.run(STEP)
+    assert layers_told(outcome) == {0}  # by whose blocks the step is known
+    assert not machine.blocks
+    assert outcome.peak == Machine(ManualPolicy(), LINK).run(STEP).peak
+
+
+def test_with_less_room_all_that_layers_save_are_blocks() -> None:
+    _, machine, _ = settled(1.6)
+    assert layers_told(machine.run(STEP)) == set(range(12))
+
+
+def test_layers_are_blocks_again_once_others_take_the_room() -> None:
+    _, machine, budget = settled(2.0)
+    middle = next(k for k, each in enumerate(STEP.code) if isinstance(each, LayerBegin) and each.layer == 6)
+    outcome = machine.run(larger(middle, budget - machine.run(STEP).peak + 16 * MIB))
+    told = layers_told(outcome)
+    assert told.isdisjoint(range(1, 6))
+    assert 11 in told
+    assert any(answer for _, answer in outcome.log)
     assert outcome.peak <= budget
 
 

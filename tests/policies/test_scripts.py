@@ -15,6 +15,7 @@ from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.random_steps import KINDS, LINK, MIB
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Step, budget_between, profile
 from tiered_mem.policies import Action, Event, ForwardEnd, HostPressure, LayerBegin, PlannedPolicy, Policy
+from tiered_mem.policies.actions import Advice, Keep
 from tiered_mem.policies.base import LayerMemory, Memory, OnRequest, StepBegin, Used
 
 
@@ -41,7 +42,10 @@ class ToldAll(Policy):
 
     def __init__(self, policy: PlannedPolicy) -> None:
         self.policy = policy
-        self.follow, self.decide = policy.follow, policy.decide
+        self.follow = policy.follow
+
+    def decide(self, event: Event) -> Sequence[Advice]:
+        return [each for each in self.policy.decide(event) if not isinstance(each, Keep)]
 
     @property
     def asks(self) -> Collection[type[OnRequest]]:

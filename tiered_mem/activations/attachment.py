@@ -31,10 +31,11 @@ from ..device.torch_private import (
 from ..ground.interrupts import uninterrupted
 from ..policies.actions import How
 from .driver import Activations
-from .hooks import ForwardPass, drop_ended_hooks, is_checkpoint, is_method_of, only_inlined, untraced_later
+from .hooks import ForwardPass, drop_ended_hooks, is_checkpoint, is_method_of
 from .layers import LayerCalls, parts_around
 from .movable import Movable
 from .recompute import Recomputer
+from .untraced import only_inlined, untraced_later
 
 _log = logging.getLogger("tiered_mem.activations")
 

@@ -23,10 +23,11 @@ from ..policies.planned import PlannedPolicy
 from ..sizes import format_bytes, parse_bytes
 from .attachment import Attachment, Followed, HookOwner, ModelForwards, end_apart, is_attached, keep_apart
 from .driver import Activations
-from .hooks import ForwardPass, untraced
+from .hooks import ForwardPass
 from .layers import LayerCalls, repeated_blocks
 from .movable import Movable, Stayed
 from .recompute import Recomputer
+from .untraced import untraced
 
 # What is smaller stays, as a rule: each copy costs the host as much as one of many MiB.
 _LARGE = 1 << 20

@@ -21,8 +21,9 @@ from ..policies.actions import (
     Advice,
     Each,
     Fetch,
+    Keep,
     Offload,
-    Recompute,
+    OfLayer,
     Release,
     Reload,
     Retain,
@@ -111,10 +112,10 @@ class Activations:
             self._spiller.step = graph
         return graph
 
-    def notify(self, event: Event) -> Recompute | None:
-        """Tells the policy and does what it answers. Returns the layer that is to be computed again."""
+    def notify(self, event: Event) -> OfLayer | None:
+        """Tells the policy and does what it answers. Returns what that has said of a layer."""
         with self._turn:
-            self._actions.recompute = None
+            self._actions.of_layer = None
             if self._traced is not None:
                 self._traced.tell(event)
             for each in self._before:
@@ -122,9 +123,11 @@ class Activations:
             if self._spiller is not None:
                 self._store.poll()
             self._actions.tell(event)
-            recompute = self._actions.recompute
+            of_layer = self._actions.of_layer
         self._after()
-        return recompute
+        if isinstance(of_layer, Keep) and (self._spiller is not None or self._trace is not None):
+            return None  # a drive goes on with each event that comes, and a trace has them all
+        return of_layer
 
     @uninterrupted
     def act(self, actions: Iterable[Advice]) -> None:
@@ -236,7 +239,7 @@ class PolicyActions:
     saver: the graph and the layer that blocks are saved by now.
     enough: so many bytes of blocks, saved or ended, the policy is told of before the next event. tells_uses: and of
     each use.
-    recompute: what it answered last of a layer to be computed again.
+    of_layer: what it answered last of a layer.
     closed: the policy is told nothing any more.
     """
 
@@ -257,7 +260,7 @@ class PolicyActions:
         self.tells_uses = False
         self._ask()
         self.saver = (0, 0)
-        self.recompute: Recompute | None = None
+        self.of_layer: OfLayer | None = None
         self.closed = False
 
     def tell(self, event: Event) -> None:
@@ -283,8 +286,8 @@ class PolicyActions:
         if not (answer.keys if type(answer) is Each else answer):
             return
         actions = checked(self._policy, answer)
-        if type(actions) is not Each and Recompute in map(type, actions):
-            self.recompute = next(each for each in actions if isinstance(each, Recompute))
+        if type(actions) is not Each and not _OF_LAYERS.isdisjoint(map(type, actions)):
+            self.of_layer = next(each for each in actions if isinstance(each, OfLayer))
             actions = actions_of(actions)
         for kind, keys in ((actions.kind, actions.keys),) if type(actions) is Each else by_kind(actions):
             # Advice about a block that is gone by now is passed over; the same advice twice is advice once.
@@ -480,3 +483,4 @@ _ON_REQUEST = frozenset(get_args(OnRequest)) - {StepMeasured}
 # Nothing is told of memory at these.
 _BETWEEN = frozenset({StepMeasured, MoreBlocks, Recomputed})
 _OF_FORWARDS = frozenset({ForwardBegin, ForwardEnd})
+_OF_LAYERS = frozenset(get_args(OfLayer))

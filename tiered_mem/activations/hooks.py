@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..device.torch_private import (
     CHECKPOINT_HOOKS,
-    DYNAMO,
-    compile_never,
-    compile_not_by_itself,
     current_backward,
     pop_saving_hooks,
     push_saving_hooks,
@@ -27,14 +22,11 @@ from ..device.torch_private import (
 from ..errors import changed_tensor
 from ..ground.interrupts import uninterrupted
 from ..ground.wrappers import Apart, take_apart
-from ..policies.actions import How, Recompute
+from ..policies.actions import How, Keep, OfLayer, Recompute
 from ..policies.base import Event, ForwardBegin, ForwardEnd, LayerBegin, LayerEnd, MoreBlocks, Recomputed
 from .block import Block, Origin, View, origin_of
 from .movable import Movable, Stayed, has_storage, is_weight
-
-P = ParamSpec("P")
-R = TypeVar("R")
-F = TypeVar("F", bound=Callable[..., Any])
+from .untraced import never_traced
 
 # Other offloaders by what makes their hooks, and how a user switches them on. The innermost hooks have the tensors.
 _RIVALS = {
@@ -42,18 +34,6 @@ _RIVALS = {
     "OffloadActivations": "TRL's activation_offloading=True",
     "async_save_on_cpu": "async_save_on_cpu()",
 }
-COMPILE_LAYERS = (
-    "tiered_mem moves tensors here: compile the layers, not the model around them, or leave out fullgraph"
-)
-
-
-def never_traced(function: F) -> F:
-    """The function, which torch.compile runs as it is, with all that it calls.
-
-    It is `untraced` without a function around it: that would call three more of Python's each time.
-    """
-    compile_never(function, COMPILE_LAYERS)
-    return function
 
 
 class ForwardPass:
@@ -66,7 +46,8 @@ class ForwardPass:
     claims_strays: what is saved outside of all layers is that of the next layer to begin, and not only where it is
         one of its inputs.
     open_ended: nobody may come to say that it has ended. Then it ends where its backward begins.
-    recompute: how the policy wants the layer that began last computed again. settle: see Activations.
+    recompute: how the policy wants the layer that began last computed again. keeps: it wants all of that kept.
+    aside: a layer that runs, and what it saves is autograd's own. settle: see Activations.
     ended: `end` was called. elsewhere: nothing that its layers saved has come here.
     """
 
@@ -97,6 +78,9 @@ class ForwardPass:
         self.keys: list[dict[int, None]] = []
         self.saver: int | None = None  # the layer that saved the tensor which came last
         self.recompute: How | None = None
+        self.keeps = False
+        self._kept_until = 0  # the layers before it are kept
+        self.aside: int | None = None
         self.ended = False
         self.elsewhere = False
         self.graph = activations.new_graph()
@@ -140,10 +124,17 @@ class ForwardPass:
         """
         layer = self._layer = len(self.keys)
         self.keys.append({})
+        self.recompute, self.keeps = None, layer < self._kept_until
+        if self.keeps:
+            return layer
         tensors = [each for each in inputs if type(each) is torch.Tensor and has_storage(each)]
         self._called_with = sum([tensor.nbytes for tensor in tensors])
         answer = self._activations.notify(LayerBegin(self.graph, layer, inputs=self._called_with))
-        self.recompute = None if answer is None or answer.layer != layer else answer.how
+        if answer is not None and answer.layer == layer:
+            if type(answer) is Keep:
+                self.keeps, self._kept_until = True, layer + answer.layers
+            else:
+                self.recompute = cast(Recompute, answer).how
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._inputs = {storage_id(storage): weakref.ref(storage) for storage in storages}
         if self._strays:
@@ -160,12 +151,34 @@ class ForwardPass:
 
     def end_layer(self, layer: int) -> None:
         self._layer = None
+        if self.aside is not None and layer <= self.aside:
+            kept = self.aside
+            self.come_back()
+            if layer == kept:
+                return
         unsaved = max(0, self._called_with - self._activations.saved_of(self._inputs))
         self._activations.notify(LayerEnd(self.graph, layer, unsaved))
         small, self._small_before = self._small.nbytes - self._small_before, self._small.nbytes
         if self._movable.adapt(small, self._expected, max(0, self._expected - layer - 1)):
             self._activations.notify(MoreBlocks(self.graph))
         self._min_bytes = self._movable.min_bytes
+
+    def stand_aside(self, layer: int) -> None:
+        """What the layer saves, which has begun, is autograd's own. Not where others' hooks would have it."""
+        if self.saves_here:
+            pop_saving_hooks()
+            self.aside = layer
+            self._called_with, self._inputs = 0, {}  # what it saves of its inputs, nobody knows
+            if top_saving_hooks(False) is None:
+                return
+            self.come_back()
+        self._kept_until = 0
+
+    def come_back(self) -> None:
+        """What is saved comes here again: the layer has ended, or is broken off."""
+        if self.aside is not None:
+            self.aside = None
+            push_saving_hooks(self.pack, self.unpack)
 
     @uninterrupted
     def begin_backward(self, layer: int) -> None:
@@ -292,7 +305,7 @@ class Keeper(Protocol):
 
     def new_graph(self) -> int: ...
 
-    def notify(self, event: Event) -> Recompute | None: ...
+    def notify(self, event: Event) -> OfLayer | None: ...
 
     def save(self, tensor: torch.Tensor, graph: int, layer: int) -> tuple[Block, View]: ...
 
@@ -456,35 +469,3 @@ def is_checkpoint() -> bool:
 def computes_again() -> bool:
     """Whether a checkpoint computes on this thread what it threw away."""
     return getattr(saving_hook(), "__qualname__", "").startswith(CHECKPOINT_HOOKS[1])
-
-
-def only_inlined(function: F) -> F:
-    """The function, which torch.compile traces inside of what it compiles, and never compiles by itself."""
-    compile_not_by_itself(function)
-    return function
-
-
-@only_inlined
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which torch.compile then runs as it is and does not trace."""
-    if DYNAMO not in sys.modules:  # nothing is compiled, and to import it takes seconds
-        return function
-    kept_out: Callable[P, R] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-        function, reason=COMPILE_LAYERS
-    )
-    return kept_out
-
-
-def untraced_later(function: Callable[P, R]) -> Callable[P, R]:
-    """As `untraced`, for what may be called before torch.compile is imported, and traced then."""
-    kept_out: list[Callable[P, R]] = []
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kept_out and DYNAMO in sys.modules:
-            if torch.compiler.is_compiling():
-                sys.modules[DYNAMO].graph_break(msg=COMPILE_LAYERS)
-            kept_out.append(untraced(function))
-        return (kept_out[0] if kept_out else function)(*args, **kwargs)
-
-    return only_inlined(call)

@@ -103,6 +103,8 @@ class LayerCalls:
         self._running.append(call)
         if (how := forward.recompute or self._recompute) is not None:
             call.recomputed = self._recomputer.begin(how, forward, call.layer, module, args, named)
+        elif forward.keeps:
+            forward.stand_aside(call.layer)
 
     def end(self, module: Module, output: object) -> None:
         """A layer has ended. One that has not begun, as somebody else's hook raised before, ends nothing."""
@@ -119,7 +121,7 @@ class LayerCalls:
         self._came = self._came or forward.saver == ended.layer
         if self._came or is_checkpoint():
             forward.elsewhere = False
-        else:
+        elif forward.aside is None:
             forward.elsewhere = forward.elsewhere or _has_graph(output)
         forward.end_layer(ended.layer)
         forward.resume_layer(self._running[-1].layer if self._running else None)
@@ -128,6 +130,7 @@ class LayerCalls:
         """What runs has ended, and no hook has heard of it."""
         while self._running:
             self._running.pop().leave(None)
+        self.forward.come_back()
 
 
 class LayerCall:

@@ -17,7 +17,7 @@ from ..device.transfer import Ticket, TransferEngine
 from ..errors import Closed, PolicyError, TierFull, changed_tensor
 from ..ground.arguments import one_of
 from ..ground.stats import Counters, Moved
-from ..policies.actions import Action, Advice, Each, How, Recompute, Release, Spill
+from ..policies.actions import Action, Advice, Each, How, Keep, OfLayer, Recompute, Release, Spill
 from ..policies.base import HostPressure, Policy
 from ..policies.places import ON_DEVICE, Place
 from ..tiers.host_tier import Form, HostSlot, HostTier, groups
@@ -456,6 +456,7 @@ class BlockStore:
 
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
+_ADVICE = _ACTIONS.union(get_args(OfLayer))
 _INT = frozenset({int})
 
 
@@ -473,20 +474,22 @@ def checked(policy: Policy, answer: object) -> Sequence[Any]:
     if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
         return actions
     for action in actions:
+        if isinstance(action, OfLayer) and not isinstance(action.layer, Integral):
+            raise PolicyError(f"{name} answered {action!r}: the position of a layer is an int")
+        if type(action) is Keep and not isinstance(action.layers, Integral):
+            raise PolicyError(f"{name} answered {action!r}: the number of layers is an int")
         if type(action) is Recompute:
-            if not isinstance(action.layer, Integral):
-                raise PolicyError(f"{name} answered {action!r}: the position of a layer is an int")
             try:
                 one_of("how", action.how, get_args(How))
             except ValueError as error:
                 raise PolicyError(f"{name} answered {action!r}: {error}") from None
-        elif type(action) not in _ACTIONS:
+        elif type(action) not in _ADVICE:
             raise PolicyError(f"{name} answered {action!r}, which is not an action")
-        elif type(action.key) is not int and not isinstance(action.key, Integral):
+        elif type(action) in _ACTIONS and not isinstance(action.key, Integral):
             raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")
     return actions
 
 
 def actions_of(answer: Iterable[Advice]) -> list[Action]:
     """What it advises for blocks."""
-    return [action for action in answer if not isinstance(action, Recompute)]
+    return [action for action in answer if not isinstance(action, OfLayer)]

@@ -14,6 +14,7 @@ from tiered_mem.policies import (
     Dropped,
     Event,
     LayerBegin,
+    LayerEnd,
     Offload,
     Policy,
     Release,
@@ -22,7 +23,7 @@ from tiered_mem.policies import (
     Saved,
     Spill,
 )
-from tiered_mem.policies.actions import How, Recompute
+from tiered_mem.policies.actions import How, Keep, OfLayer, Recompute
 from tiered_mem.policies.base import (
     BOUNDARIES,
     ExactMemory,
@@ -162,7 +163,9 @@ class Machine:
         self.on_host = 0
         self._peak, self._heard = 0, False
         self._exact = False
-        self._recompute: Recompute | None = None
+        self._of_layer: OfLayer | None = None
+        self._kept: set[tuple[int, int]] = set()  # the graphs and layers whose saved tensors are autograd's own
+        self._unknown: dict[int, int] = {}  # the sizes of these, by what would be their keys
         self._tried: set[tuple[int, How]] = set()
         self.treated: dict[int, How] = {}  # layers of the last step that were computed again
         self._begin()
@@ -200,17 +203,29 @@ class Machine:
                     self.allocate(nbytes)
                 case Save(block):
                     saved = step.blocks[block]
-                    self.save(keys[block], graphs + saved.graph, saved.layer, saved.nbytes)
+                    graph = graphs + saved.graph
+                    if (graph, saved.layer) not in self._kept:
+                        self.save(keys[block], graph, saved.layer, saved.nbytes)
+                    elif keys[block] not in self.blocks:
+                        self.allocate(saved.nbytes)
+                        self._unknown[keys[block]] = saved.nbytes
                 case Use(block):
                     if keys[block] in self.blocks:
                         self.use(keys[block])
                 case Drop(block):
                     if keys[block] in self.blocks:
                         self.drop(keys[block])
+                    self.level -= self._unknown.pop(keys[block], 0)
+                case LayerEnd() | LayerBegin() if (graphs + each.graph, each.layer) in self._kept:
+                    pass
                 case _:
                     self.tell(replace(each, graph=graphs + each.graph))
-                    if self._recompute is not None and remade is not None:
-                        step = self._treat(self._recompute, graphs + each.graph, step, remade)
+                    if isinstance(self._of_layer, Keep):
+                        first = self._of_layer.layer
+                        kept = range(first, first + self._of_layer.layers)
+                        self._kept.update((graphs + each.graph, layer) for layer in kept)
+                    elif self._of_layer is not None and remade is not None:
+                        step = self._treat(self._of_layer, graphs + each.graph, step, remade)
         self._keys += len(step.blocks)
         self._graphs += 1 + max((block.graph for block in step.blocks), default=0)
         self.request(StepEnd(number))
@@ -267,8 +282,8 @@ class Machine:
             self._positions.append(0.0)
         self._tell_memory(event)
         advice = self.policy.decide(event)
-        self._recompute = next((each for each in advice if isinstance(each, Recompute)), None)
-        answer = [each for each in advice if not isinstance(each, Recompute)]
+        self._of_layer = next((each for each in advice if isinstance(each, OfLayer)), None)
+        answer = [each for each in advice if not isinstance(each, OfLayer)]
         self.outcome.log.append((event, answer))
         self.act(answer)
         self._answered()
