@@ -67,6 +67,8 @@ class Player:
         self._missing = 0  # bytes that were too many after the last answer, though all had left that could
         self._coming = 0  # bytes beside blocks that a layer needs which is computed again
         self._beside = 0  # bytes that are expected beside blocks, where there is no plan
+        self._without_room: dict[int, None] = {}  # blocks that the host had no room for
+        self._tried: int | None = None  # one of them, if it was to leave once more in the last answer
 
     @property
     def room(self) -> int:
@@ -151,6 +153,8 @@ class Player:
     def refused(self, action: Action) -> None:
         self._depart(for_good=True)
         self._own_then = self.own
+        if type(action) is Offload:
+            self._without_room[action.key] = None
         if self.step is not None and type(action) is Reload:
             self.step.returning.appendleft(action.key)
 
@@ -314,6 +318,8 @@ class Player:
         before = shadow.resident
         if step is not None:
             in_use = in_use.union(step.in_use, step.held)
+        again = self._again()
+        in_use = in_use.union(self._without_room)
         if step is not None and step.on_course:
             actions = shadow.free(over, in_use, step.use)
             sent = [each.key for each in actions if type(each) is Offload]
@@ -321,7 +327,25 @@ class Player:
         else:
             actions = shadow.free(over, in_use)
         self._missing = max(0, over - before + shadow.resident)
+        if again is not None and shadow.place(again) is Place.DEVICE:
+            self._without_room[again] = None  # it need not leave
+        else:
+            self._tried = again
         return actions
+
+    def _again(self) -> int | None:
+        """One of the blocks that the host had no room for, which may leave now. The others follow if that can.
+
+        To try them all at each event takes longer than all else there.
+        """
+        if self._tried is not None and self._tried not in self._without_room:
+            self._without_room.clear()
+        self._tried = None
+        while self._without_room:
+            del self._without_room[key := next(iter(self._without_room))]
+            if self.places.find(key) is not None:
+                return key
+        return None
 
     def _learning(self, others: int | None) -> LRUPolicy:
         """What decides where there is no plan."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from statistics import mean
@@ -27,7 +28,16 @@ from tests.policies.simulated.steps import (
     profile,
 )
 from tests.policies.simulated.strange_steps import coming_back, twice
-from tiered_mem.policies import Event, ForwardBegin, LayerBegin, LayerEnd, Offload, PlannedPolicy, Release
+from tiered_mem.policies import (
+    Event,
+    ForwardBegin,
+    ForwardEnd,
+    LayerBegin,
+    LayerEnd,
+    Offload,
+    PlannedPolicy,
+    Release,
+)
 from tiered_mem.policies.base import ExactMemory, StepBegin, StepEnd, StepMeasured
 from tiered_mem.policies.places import Place, Placed, Places
 from tiered_mem.policies.planning import Link, plan
@@ -457,3 +467,33 @@ def test_what_is_used_again_until_its_end_stays_where_there_is_too_much() -> Non
     gone = 3 * 64 * MIB  # six of nine are alive, and six more come
     assert outcome.copied == (gone, gone)
     assert outcome.stalls == pytest.approx(gone / link.out, rel=0.01)
+
+
+@pytest.mark.parametrize("layers", [10, 40])
+def test_blocks_that_the_host_has_no_room_for_are_not_tried_again_at_each_event(layers: int) -> None:
+    step = gpt(layers=layers, size=16 * MIB)
+    policy, _ = planned(step, 0.3)
+    machine = Machine(policy, LINK, host=64 * MIB)
+    for _ in range(3):
+        outcome = machine.run(step)
+        assert sum(isinstance(each, Offload) for _, answer in outcome.log for each in answer) < 2 * len(outcome.log)
+
+
+class Widened(Machine):
+    """The host has room for all from the end of a forward on. levels: what the device has after each event then."""
+
+    levels: Sequence[int] = ()
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, ForwardEnd):
+            self._host, self.levels = None, []
+        super().tell(event)
+        self.levels = [*self.levels, self.level]
+
+
+def test_they_leave_once_the_host_has_room() -> None:
+    step = gpt(layers=20, size=16 * MIB)
+    policy, budget = planned(step, 0.3)
+    machine = Widened(policy, LINK, host=64 * MIB)
+    assert machine.run(step).peak > 2 * budget
+    assert max(machine.levels[3:]) <= budget
