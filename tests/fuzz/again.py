@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from tiered_mem.policies import Event, LayerBegin, LayerOrderPolicy, Policy, Recompute
-from tiered_mem.policies.actions import How
+from tiered_mem.policies.actions import How, Keep
 
 HOWS: tuple[How, ...] = ("cheap", "full")
 
@@ -19,7 +19,8 @@ class AgainPlan:
     """How layers are computed again under one manager.
 
     asked: what the context is asked for. answered: what the policy answers, "any" is drawn for each layer, with
-    no answer for some. allowed: of the manager. attached: the model is attached, in place of a context.
+    no answer for some, and with others left to autograd. allowed: of the manager. attached: the model is, in
+    place of a context.
     """
 
     asked: How | None = None
@@ -71,4 +72,7 @@ class Answering:
         if not isinstance(event, LayerBegin) or event.backward:
             return answer
         how = self._rng.choice(self._hows)
-        return answer if how is None else [Recompute(event.layer, how), *answer]
+        if how is not None:
+            return [Recompute(event.layer, how), *answer]
+        # Nobody is told of the layers after it, nor of what any of these save.
+        return [Keep(event.layer, self._rng.randint(1, 4)), *answer] if self._rng.random() < 0.5 else answer
