@@ -115,7 +115,7 @@ class Keep:
     That takes little host time: nothing more is told of the layer, neither its blocks, nor its end, nor its
     backward. Counts in an answer to the LayerBegin of this layer's forward, and is passed over in any other. The
     manager passes it over, too, where something else has to know of blocks: a disk tier, a trace, a wish to compute
-    the layer again, or hooks of the user's own around it.
+    the layer again, or hooks of the user's own around it; and in a `layer_context`.
 
     Args:
         layer: The layer's position in its forward.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,38 @@ def test_layers_inside_kept_ones_are_kept_with_them(device: str) -> None:
     assert policy.layers(Saved).isdisjoint({2, 3})
 
 
+def test_layers_inside_kept_ones_count_among_them(device: str) -> None:
+    model, x, right = model_of_hooked(device)
+    inside = [part for layer in model.layers for part in (layer, layer.inside)]
+    policy = Keeping(2, 4)
+    with tiering(device, policy) as manager:
+        assert same(gradients(model, x, lambda: manager.offload_context(inside, min_bytes=1)), right)
+    assert hooked(model) == [True, False, False, True, True, True]
+    assert policy.layers(LayerBegin) == {0, 1, 2, *range(6, 2 * LAYERS)}
+
+
+def test_a_layer_context_passes_it_over(device: str) -> None:
+    model, x, right = model_of_hooked(device)
+    policy = Keeping(1, 3)
+
+    with tiering(device, policy) as manager:
+        offload = manager.layer_context(LAYERS, min_bytes=1)
+
+        class InContexts(nn.Module):
+            def forward(self, y: torch.Tensor) -> torch.Tensor:
+                for layer in model.layers:
+                    with offload:
+                        y = layer(y)
+                    y = offload.sync(y)
+                return y.pow(2).mean()
+
+            def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+                return model.parameters(recurse)
+
+        assert same(gradients(InContexts(), x, contextlib.nullcontext), right)
+        assert policy.layers(LayerBegin) == policy.layers(Saved) == set(range(LAYERS))
+
+
 def test_hooks_of_the_users_around_them_do_not_get_what_was_not_theirs(device: str) -> None:
     model, x, right = model_of_hooked(device)
     policy = Keeping(1, 3)
@@ -175,11 +207,13 @@ def test_hooks_of_the_users_around_them_do_not_get_what_was_not_theirs(device: s
 def test_a_wish_to_compute_them_again_comes_first(device: str) -> None:
     model, x = stack(LAYERS, device)
     right = plain(model, x)
-    with tiering(device, Keeping(0, 99)) as manager:
+    policy = Keeping(0, 99)
+    with tiering(device, policy) as manager:
         context = manager.offload_context(model.layers, min_bytes=1, recompute="full")
         for _ in range(LAYERS + 2):
             assert same(gradients(model, x, lambda: context), right)
         assert saved_bytes(manager, model, x, context) > 0
+    assert policy.layers(LayerBegin) == set(range(LAYERS))
 
 
 def test_with_a_disk_tier_or_a_trace_all_are_told(device: str, tmp_path: Path) -> None:

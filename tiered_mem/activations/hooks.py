@@ -46,8 +46,8 @@ class ForwardPass:
     claims_strays: what is saved outside of all layers is that of the next layer to begin, and not only where it is
         one of its inputs.
     open_ended: nobody may come to say that it has ended. Then it ends where its backward begins.
-    recompute: how the policy wants the layer that began last computed again. keeps: it wants all of that kept.
-    aside: a layer that runs, and what it saves is autograd's own. settle: see Activations.
+    recompute: how the policy wants the layer that began last computed again. keeps: so many, from that one on, it
+        wants left to autograd. aside: a layer that runs and is. settle: see Activations.
     ended: `end` was called. elsewhere: nothing that its layers saved has come here.
     """
 
@@ -78,8 +78,8 @@ class ForwardPass:
         self.keys: list[dict[int, None]] = []
         self.saver: int | None = None  # the layer that saved the tensor which came last
         self.recompute: How | None = None
-        self.keeps = False
-        self._kept_until = 0  # the layers before it are kept
+        self.keeps = 0
+        self._kept_until = 0  # the layers before it are not told
         self.aside: int | None = None
         self.ended = False
         self.elsewhere = False
@@ -124,15 +124,16 @@ class ForwardPass:
         """
         layer = self._layer = len(self.keys)
         self.keys.append({})
-        self.recompute, self.keeps = None, layer < self._kept_until
+        self.recompute, self.keeps = None, max(0, self._kept_until - layer)
         if self.keeps:
+            self._called_with, self._inputs = 0, {}
             return layer
         tensors = [each for each in inputs if type(each) is torch.Tensor and has_storage(each)]
         self._called_with = sum([tensor.nbytes for tensor in tensors])
         answer = self._activations.notify(LayerBegin(self.graph, layer, inputs=self._called_with))
         if answer is not None and answer.layer == layer:
             if type(answer) is Keep:
-                self.keeps, self._kept_until = True, layer + answer.layers
+                self.keeps = answer.layers
             else:
                 self.recompute = cast(Recompute, answer).how
         storages = [tensor.untyped_storage() for tensor in tensors]
@@ -165,14 +166,16 @@ class ForwardPass:
 
     def stand_aside(self, layer: int) -> None:
         """What the layer saves, which has begun, is autograd's own. Not where others' hooks would have it."""
+        if self.aside is not None:
+            return  # it lies inside of that one
+        self._kept_until = 0
         if self.saves_here:
             pop_saving_hooks()
-            self.aside = layer
-            self._called_with, self._inputs = 0, {}  # what it saves of its inputs, nobody knows
             if top_saving_hooks(False) is None:
-                return
-            self.come_back()
-        self._kept_until = 0
+                self.aside, self._kept_until = layer, layer + self.keeps
+                self._called_with, self._inputs = 0, {}  # what it saves of its inputs, nobody knows
+            else:
+                push_saving_hooks(self.pack, self.unpack)
 
     def come_back(self) -> None:
         """What is saved comes here again: the layer has ended, or is broken off."""
