@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.activations.recomputing import Of, gradients, plain, same, saved_bytes, tiering
 from tests.models import Layer, stack
 from tiered_mem import PolicyError, TieringManager
-from tiered_mem.policies import Event, LayerBegin, Policy, Saved
+from tiered_mem.policies import Event, LayerBegin, LayerEnd, Policy, Saved
 from tiered_mem.policies.actions import Advice, Keep
 
 LAYERS = 6
@@ -69,17 +69,20 @@ def model_of_hooked(device: str) -> tuple[Of, torch.Tensor, list[Any]]:
     return model, x, plain(model, x)
 
 
+def contexts(manager: TieringManager, model: Of, *, attached: bool) -> Callable[[], Any]:
+    """What makes the context of each forward; none where the model is attached."""
+    if attached:
+        manager.attach(model, layers=model.layers, min_bytes=1)
+        return contextlib.nullcontext
+    return lambda: manager.offload_context(model.layers, min_bytes=1)
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_what_they_save_is_autograds_own_and_nothing_is_told_of_them(attached: bool, device: str) -> None:
     model, x, right = model_of_hooked(device)
     policy = Keeping(1, 3)
     with tiering(device, policy) as manager:
-        if attached:
-            manager.attach(model, layers=model.layers, min_bytes=1)
-            found = gradients(model, x, contextlib.nullcontext)
-        else:
-            found = gradients(model, x, lambda: manager.offload_context(model.layers, min_bytes=1))
-        assert same(found, right)
+        assert same(gradients(model, x, contexts(manager, model, attached=attached)), right)
         assert hooked(model) == [True, False, False, False, True, True]
         assert not is_hooked()
         assert policy.layers(LayerBegin) == {0, 1, 4, 5}
@@ -102,12 +105,7 @@ def test_a_forward_that_keeps_all_says_nothing_of_other_hooks(
 def test_one_that_fails_leaves_hooks_as_they_were(attached: bool, failing: int, device: str) -> None:
     model, x, right = model_of_hooked(device)
     with tiering(device, Keeping(1, 3)) as manager:
-        if attached:
-            manager.attach(model, layers=model.layers, min_bytes=1)
-
-        def context() -> Any:
-            return contextlib.nullcontext() if attached else manager.offload_context(model.layers, min_bytes=1)
-
+        context = contexts(manager, model, attached=attached)
         layer: Any = model.layers[failing]
         layer.fails = True
         for _ in range(2):
@@ -125,21 +123,23 @@ def test_an_interrupt_that_no_hook_hears_of_leaves_them_as_they_were(
     model, x, right = model_of_hooked(device)
     with tiering(device, Keeping(1, 3)) as manager:
         context = manager.offload_context(model.layers, min_bytes=1)
-        layer: Any = model.layers[2]
-        monkeypatch.setattr(layer, "_call_impl", None)
-        monkeypatch.setattr(type(layer), "__call__", interrupted)
+        interrupted = model.layers[2]
+
+        def called(module: Any, y: torch.Tensor) -> Any:
+            """One of them begins as a layer, and never ends as one."""
+            if module is not interrupted:
+                return nn.Module.__call__(module, y)
+            for hook in module._forward_pre_hooks.values():
+                hook(module, (y,), {})
+            assert not is_hooked()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Hooked, "__call__", called)
         with pytest.raises(KeyboardInterrupt):
             gradients(model, x, lambda: context)
         monkeypatch.undo()
         assert not is_hooked()
         assert same(gradients(model, x, lambda: context), right)
-
-
-def interrupted(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Begins as a layer, and never ends as one."""
-    for hook in module._forward_pre_hooks.values():
-        hook(module, (x,), {})
-    raise KeyboardInterrupt
 
 
 def test_layers_inside_kept_ones_are_kept_with_them(device: str) -> None:
@@ -160,27 +160,26 @@ def test_layers_inside_kept_ones_count_among_them(device: str) -> None:
         assert same(gradients(model, x, lambda: manager.offload_context(inside, min_bytes=1)), right)
     assert hooked(model) == [True, False, False, True, True, True]
     assert policy.layers(LayerBegin) == {0, 1, 2, *range(6, 2 * LAYERS)}
+    assert policy.layers(LayerEnd) == {0, 1, *range(6, 2 * LAYERS)}
 
 
 def test_a_layer_context_passes_it_over(device: str) -> None:
-    model, x, right = model_of_hooked(device)
+    _model, x, right = model_of_hooked(device)
     policy = Keeping(1, 3)
 
     with tiering(device, policy) as manager:
         offload = manager.layer_context(LAYERS, min_bytes=1)
 
-        class InContexts(nn.Module):
+        class InContexts(Of):
             def forward(self, y: torch.Tensor) -> torch.Tensor:
-                for layer in model.layers:
+                for layer in self.layers:
                     with offload:
                         y = layer(y)
                     y = offload.sync(y)
                 return y.pow(2).mean()
 
-            def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-                return model.parameters(recurse)
-
-        assert same(gradients(InContexts(), x, contextlib.nullcontext), right)
+        in_contexts = InContexts(Hooked, LAYERS).to(device)  # the same weights
+        assert same(gradients(in_contexts, x, contextlib.nullcontext), right)
         assert policy.layers(LayerBegin) == policy.layers(Saved) == set(range(LAYERS))
 
 

@@ -79,7 +79,7 @@ class ForwardPass:
         self.saver: int | None = None  # the layer that saved the tensor which came last
         self.recompute: How | None = None
         self.keeps = 0
-        self._kept_until = 0  # the layers before it are not told
+        self._kept = range(0)  # layers of which nothing is told
         self.aside: int | None = None
         self.ended = False
         self.elsewhere = False
@@ -124,8 +124,9 @@ class ForwardPass:
         """
         layer = self._layer = len(self.keys)
         self.keys.append({})
-        self.recompute, self.keeps = None, max(0, self._kept_until - layer)
-        if self.keeps:
+        self.recompute, self.keeps = None, 0
+        if layer in self._kept:
+            self.keeps = self._kept.stop - layer
             self._called_with, self._inputs = 0, {}
             return layer
         tensors = [each for each in inputs if type(each) is torch.Tensor and has_storage(each)]
@@ -153,10 +154,9 @@ class ForwardPass:
     def end_layer(self, layer: int) -> None:
         self._layer = None
         if self.aside is not None and layer <= self.aside:
-            kept = self.aside
             self.come_back()
-            if layer == kept:
-                return
+        if layer in self._kept:
+            return
         unsaved = max(0, self._called_with - self._activations.saved_of(self._inputs))
         self._activations.notify(LayerEnd(self.graph, layer, unsaved))
         small, self._small_before = self._small.nbytes - self._small_before, self._small.nbytes
@@ -168,11 +168,11 @@ class ForwardPass:
         """What the layer saves, which has begun, is autograd's own. Not where others' hooks would have it."""
         if self.aside is not None:
             return  # it lies inside of that one
-        self._kept_until = 0
+        self._kept = range(0)
         if self.saves_here:
             pop_saving_hooks()
             if top_saving_hooks(False) is None:
-                self.aside, self._kept_until = layer, layer + self.keeps
+                self.aside, self._kept = layer, range(layer, layer + self.keeps)
                 self._called_with, self._inputs = 0, {}  # what it saves of its inputs, nobody knows
             else:
                 push_saving_hooks(self.pack, self.unpack)

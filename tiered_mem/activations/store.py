@@ -456,7 +456,11 @@ class BlockStore:
 
 _key = attrgetter("key")
 _ACTIONS = frozenset(get_args(Action))
-_ADVICE = _ACTIONS.union(get_args(OfLayer))
+# The numbers of each kind of advice, and what they are.
+_NUMBERS = {action: {"key": "the key of a block"} for action in _ACTIONS} | {
+    Recompute: {"layer": "the position of a layer"},
+    Keep: {"layer": "the position of a layer", "layers": "the number of layers"},
+}
 _INT = frozenset({int})
 
 
@@ -474,19 +478,16 @@ def checked(policy: Policy, answer: object) -> Sequence[Any]:
     if _ACTIONS.issuperset(map(type, actions)) and _INT.issuperset(map(type, map(_key, actions))):
         return actions
     for action in actions:
-        if isinstance(action, OfLayer) and not isinstance(action.layer, Integral):
-            raise PolicyError(f"{name} answered {action!r}: the position of a layer is an int")
-        if type(action) is Keep and not isinstance(action.layers, Integral):
-            raise PolicyError(f"{name} answered {action!r}: the number of layers is an int")
+        if type(action) not in _NUMBERS:
+            raise PolicyError(f"{name} answered {action!r}, which is not an action")
+        for number, what in _NUMBERS[type(action)].items():
+            if not isinstance(getattr(action, number), Integral):
+                raise PolicyError(f"{name} answered {action!r}: {what} is an int")
         if type(action) is Recompute:
             try:
                 one_of("how", action.how, get_args(How))
             except ValueError as error:
                 raise PolicyError(f"{name} answered {action!r}: {error}") from None
-        elif type(action) not in _ADVICE:
-            raise PolicyError(f"{name} answered {action!r}, which is not an action")
-        elif type(action) in _ACTIONS and not isinstance(action.key, Integral):
-            raise PolicyError(f"{name} answered {action!r}: the key of a block is an int")
     return actions
 
 
