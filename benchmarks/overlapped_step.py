@@ -9,9 +9,9 @@ What a step takes beyond one with its states on the device is told over that tim
 where that is longer. Without an overlap it is about all of it.
 
 Kernels and copies of the emulated device share this machine's processors and its memory; kernels are given one
-processor, so that the copies find another. What copies cost that nobody waits for is measured too: a training with
-its states on the device issues as many bytes in both directions when a step begins. Where others work here too, it
-measures them.
+processor, so that the copies find another. What traffic costs that nobody waits for is measured too: a training with
+its states on the device issues as many bytes in both directions when a step begins, and one more has as many read
+from the drive and written to it besides, by a thread of its own. Where others work here too, they measure these.
 
 In each round everyone takes some steps in a row, in an order that is another each time, and ends when all that they
 began has. A step is that time over their number; beyond is what it takes more than the plain one of the same round.
@@ -30,6 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ HOST_AT_MOST, DISK_AT_MOST = 0.15, 0.3
 HEAD = 64
 PLAIN = "on the device"
 BESIDE = "with copies beside"
+DRIVE_BESIDE = "with copies and drive beside"
 
 
 def main() -> None:
@@ -76,7 +78,9 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir, prefix="benchmark-")))
         copies = Copies(kind, nbytes, options.bucket // 2)
         drive = stack.enter_context(Drive.below(folder, nbytes, options.bucket // 2))
-        trainings = [plain, Beside(copies, model_for(kind, options), data)]
+        trainings = [plain, Beside(BESIDE, copies, model_for(kind, options), data)]
+        if "disk" in options.residency:
+            trainings.append(BesideDrive(copies, drive, model_for(kind, options), data))
         for residency, overlap in asked(options):
             manager = stack.enter_context(manager_for(residency, kind, nbytes, options.bucket, folder))
             tiered = Tiering(manager, residency, overlap, options.bucket)
@@ -149,13 +153,33 @@ class Training:
 class Beside(Training):
     """States stay on the device, and copies run beside each step of which it needs none."""
 
-    def __init__(self, copies: Copies, model: GPT, data: Sequence[torch.Tensor]) -> None:
-        super().__init__(BESIDE, model, data)
+    def __init__(self, name: str, copies: Copies, model: GPT, data: Sequence[torch.Tensor]) -> None:
+        super().__init__(name, model, data)
         self._copies = copies
 
     def step(self) -> None:
         self._copies.step()
         super().step()
+
+
+class BesideDrive(Beside):
+    """The same, and a drive is read and written beside each step, one step's after the other's."""
+
+    def __init__(self, copies: Copies, drive: Drive, model: GPT, data: Sequence[torch.Tensor]) -> None:
+        super().__init__(DRIVE_BESIDE, copies, model, data)
+        self._drive = drive
+        self._pool = ThreadPoolExecutor(1)
+        self._under_way: list[Future[None]] = []
+
+    def step(self) -> None:
+        self._under_way.append(self._pool.submit(self._drive.step))
+        super().step()
+
+    def wait(self) -> None:
+        for each in self._under_way:
+            each.result()
+        self._under_way.clear()
+        self._drive.wait()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from ..ground.arguments import instance, number, whole_number
 from ..sizes import format_bytes, parse_bytes
 from .actions import Action, Advice, Keep, OfLayer, Recompute
 from .base import (
-    GATHERED_BYTES,
     POSITIONS,
     Event,
     ExactMemory,
@@ -70,6 +69,7 @@ _WATCHED = _PLAYED - {Memory} | {ExactMemory}
 _EASE: dict[Ease, frozenset[type[OnRequest]]] = {
     Ease.NONE: _PLAYED,
     Ease.QUIET: _PLAYED - {Memory} | {LayerMemory},
+    Ease.CALM: _PLAYED - {Memory, Used} | {LayerMemory},
     Ease.RESTING: _PLAYED - {Memory, Used} | {LayerMemory},
 }
 
@@ -166,7 +166,7 @@ class PlannedPolicy(Policy):
         self._strays = 0  # steps since the last that was of a known kind
         self._asks: Collection[type[OnRequest]] = _RECORDED  # where the step needs all that it gives
         self.asks: Collection[type[OnRequest]] = self._asks
-        self.gather_bytes = 1  # each block is told of at once, but where nothing has to move
+        self.gather_bytes = 1  # each block is told of at once, but where the answers are known
 
     def follow(self, places: Places[Any]) -> None:
         super().follow(places)
@@ -216,7 +216,7 @@ class PlannedPolicy(Policy):
         else:
             answer = self._note(event)
         self.asks = self._asks if self._asks is not _PLAYED else _EASE[player.ease]
-        self.gather_bytes = GATHERED_BYTES if player.ease is Ease.RESTING else 1
+        self.gather_bytes = player.gather
         return answer
 
     def _treated(self, event: Event) -> Sequence[Recompute]:

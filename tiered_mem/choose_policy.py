@@ -14,7 +14,7 @@ from .device.device import Device
 from .errors import TierFull
 from .ground.arguments import number, with_methods
 from .policies.actions import Advice
-from .policies.base import Adapted, Event, Policy, StepBegin, StepEnd, StepMeasured
+from .policies.base import Adapted, Event, Policy, StepBegin, StepEnd, StepMeasured, Used
 from .policies.layer_order import LayerOrderPolicy
 from .policies.lru import LRUPolicy
 from .policies.planned import PlannedPolicy
@@ -174,7 +174,8 @@ class Rehearsal(PlannedPolicy):
             self._step_begins(event.step)
         try:
             actions = super().decide(event)
-            self.asks = {*self.asks, StepMeasured}
+            # What is told together, or not at all, is no position to measure.
+            self.asks, self.gather_bytes = {*self.asks, StepMeasured, Used}, 1
         except BudgetTooSmall as error:
             self._write(problem=str(error), missing="", **self._step())
             raise RehearsalOver(0) from None

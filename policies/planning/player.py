@@ -9,11 +9,23 @@ from math import inf
 from typing import Any
 
 from ..actions import Action, Fetch, Offload, Release, Reload, Spill, after
-from ..base import Event, ExactMemory, HostPressure, LayerBegin, Memory, StepEnd, Used
+from ..base import (
+    GATHERED_BYTES,
+    Dropped,
+    Event,
+    ExactMemory,
+    HostPressure,
+    LayerBegin,
+    Memory,
+    Saved,
+    StepEnd,
+    Used,
+)
 from ..lru import LRUPolicy
 from ..places import ON_DEVICE, Place, Placed, Places
-from .recording import Name, Repetition, Script
+from .recording import Name
 from .repertoire import COMPARED, TRIED, Repertoire
+from .script import Repetition, Script
 from .step import Rest, StepUnderWay
 from .table import Table
 
@@ -29,12 +41,14 @@ class Ease(Enum):
     """How little a policy has to be told of.
 
     QUIET: the answer to the next event is known, if no more was allocated meanwhile than the last time.
+    CALM: the same, and nothing is answered to the uses that come next.
     RESTING: nothing has to move in what comes next.
     """
 
     NONE = 0
     QUIET = 1
-    RESTING = 2
+    CALM = 2
+    RESTING = 3
 
 
 class Player:
@@ -47,7 +61,7 @@ class Player:
     all else. margin: how much of these is left free if the plan can do without. varying: how much more in a step
     whose blocks have other sizes than the recorded ones. decided: whether it has become clear what the step is.
     strange: that it is of no known kind, or longer than any, or began with another amount of memory taken.
-    ease: how much it has to be told of next.
+    ease: how much it has to be told of next. gather: the bytes of blocks that may be told together then.
     """
 
     def __init__(self, repertoire: Repertoire) -> None:
@@ -55,7 +69,7 @@ class Player:
         self.step: StepUnderWay | None = None
         self.limit = self.margin = self.varying = 0
         self.decided = self.strange = False
-        self.ease = Ease.NONE
+        self.ease, self.gather = Ease.NONE, 1
         self._repertoire = repertoire
         self._earlier: list[Placed] = []  # blocks of earlier steps
         self._own_then = 0  # the bytes of this step's blocks on the device, when the last answer is done
@@ -139,7 +153,7 @@ class Player:
                 step.table.script = Script(step.transcript.lines, ends_empty=not self.owns_any)
                 step.table.recording = step.recording
         self.step = step.transcript = None
-        self.ease = Ease.NONE
+        self.ease, self.gather = Ease.NONE, 1
         return step
 
     def hear(self, memory: Memory) -> None:
@@ -158,8 +172,11 @@ class Player:
         if self.step is not None and type(action) is Reload:
             self.step.returning.appendleft(action.key)
 
-    def answer(self, event: Event) -> Sequence[Action]:
-        """An event of a step, or one between steps."""
+    def answer(self, event: Event, following: Sequence[Event] | None = None) -> Sequence[Action]:
+        """An event of a step, or one between steps. It may be several that were told as one.
+
+        following: what has happened by now, too, where it is one of those.
+        """
         memory, repetition = self._memory, self._repetition
         if self._rest is not None:
             if self._rest.goes_on(event, memory):
@@ -167,12 +184,22 @@ class Player:
                 return ()
             self._depart()
         elif repetition is not None:
-            answer = repetition.answer(event, memory, self.room)
+            answer = None
+            if following is None and isinstance(event, Saved | Dropped):
+                answer = repetition.answer_together(event, self.room) if memory is None else None
+                if answer is None and len(events := repetition.apart(event)) > 1:
+                    return self._answer_each(events)
+            if answer is None:
+                answer = repetition.answer(event, memory, self.room)
             if answer is not None:
                 self._memory = None
                 self.ease = Ease.QUIET if repetition.quiet else Ease.NONE
+                self.gather = 1
+                if (together := repetition.together) is not None and self._may_rest:
+                    self.ease = Ease.CALM if together.uses else Ease.QUIET
+                    self.gather = together.nbytes
                 return answer
-            memory = repetition.memory_at(event) if memory is None else memory
+            memory = repetition.memory_at([event, *(following or ())]) if memory is None else memory
             self._depart()
         self._memory = None
         step = self.step
@@ -189,6 +216,16 @@ class Player:
             self._rest_from(step, memory)
         return answer
 
+    def _answer_each(self, events: Sequence[Event]) -> Sequence[Action]:
+        """Events that were told as one."""
+        memory, self._memory = self._memory, None
+        answer: list[Action] = []
+        for number, event in enumerate(events, start=1):
+            if number == len(events) and memory is not None:
+                self.hear(memory)
+            answer += self.answer(event, events[number:])
+        return answer
+
     def _rest_from(self, step: StepUnderWay, memory: Memory) -> None:
         """Rests for the remainder of a step that nothing has to leave, where that is not near to a limit."""
         table = step.table
@@ -198,7 +235,7 @@ class Player:
             return
         spare, taken = self.room - table.plan.peak, table.plan.peak - table.recording.standing[0]
         if spare * _WIDE >= taken:
-            self._repetition, self.ease = None, Ease.RESTING
+            self._repetition, self.ease, self.gather = None, Ease.RESTING, GATHERED_BYTES
             layer = table.layer_bytes if spare * _AMPLE >= taken else 0
             self._rest = Rest(table.recording, table.plan.peak + spare // 2, memory, layer)
 
@@ -379,7 +416,7 @@ class Player:
         if step is None:
             return
         self._catch_up()
-        self.ease = Ease.NONE
+        self.ease, self.gather = Ease.NONE, 1
         if self._rest is not None:
             self._rest = None
             step.wake()

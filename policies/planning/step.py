@@ -9,8 +9,9 @@ from math import inf
 
 from ..actions import Action, Release
 from ..base import Dropped, Event, ExactMemory, ForwardBegin, ForwardEnd, LayerBegin, Memory, Saved, Used
-from .recording import Name, Recording, Repetition, StepNames, Transcript
+from .recording import Name, Recording, StepNames
 from .repertoire import COMPARED, Known, Variant
+from .script import Repetition, Transcript
 from .stitching import Choice
 from .table import Table
 

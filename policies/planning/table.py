@@ -11,7 +11,8 @@ from math import inf
 
 from ..actions import Action, Fetch, Offload, Release, Reload, Retain, Spill
 from .profile import DiskPlan, Plan, Profile
-from .recording import Name, Recording, Script, StepNames, whole
+from .recording import Name, Recording, StepNames, whole
+from .script import Script
 
 _Step = tuple[type[Action], Name]
 

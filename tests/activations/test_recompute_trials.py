@@ -494,6 +494,47 @@ def test_a_trial_that_fails_costs_no_step(
     assert why in caplog.text
 
 
+class ReadsTwice(torch.autograd.Function):
+    """Torch's checkpoint gives a saved tensor once in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = ctx.saved_tensors[0]
+        weight = ctx.saved_tensors[1]
+        return grad * weight, (grad * x).sum(0)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ReadsTwice.apply(self.inner(x).tanh(), self.scale)
+
+
+@pytest.mark.parametrize("layers", [1, LAYERS])
+@pytest.mark.parametrize("how", HOWS)
+def test_a_backward_that_asks_twice_for_what_it_has_saved(
+    how: Any, layers: int, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Of(Scaled, layers).to(device)
+    x = torch.randn(8, 64).to(device)
+    right = plain(model, x)
+    with tiering(device) as manager:
+        context = manager.offload_context(model.layers, min_bytes=1, recompute=how)
+        if layers > 1:  # the others count on the trial of the first
+            with pytest.raises(NotRepeatable, match="its backward asks twice"):
+                gradients(model, x, lambda: context)
+        assert same(gradients(model, x, lambda: context), right)
+    assert "its backward asks twice for what it has saved" in caplog.text
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_a_layer_unlike_the_one_that_had_the_trial(how: Any, device: str) -> None:
     """In the first forward the others count on the first layer, which has nothing to draw."""

@@ -13,10 +13,10 @@ import pytest
 from tests.policies.planned import gpt, planned
 from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.random_steps import KINDS, LINK, MIB
-from tests.policies.simulated.steps import Allocate, Compute, Drop, Step, budget_between, profile
+from tests.policies.simulated.steps import Allocate, Compute, Drop, Op, Step, budget_between, build, profile
 from tiered_mem.policies import Action, Event, ForwardEnd, HostPressure, LayerBegin, PlannedPolicy, Policy
 from tiered_mem.policies.actions import Advice, Keep
-from tiered_mem.policies.base import LayerMemory, Memory, OnRequest, StepBegin, Used
+from tiered_mem.policies.base import Dropped, LayerMemory, Memory, OnRequest, Saved, StepBegin, Used
 
 
 class Thinking(Policy):
@@ -37,15 +37,25 @@ class Thinking(Policy):
         return answer
 
 
+class ToldTogether(PlannedPolicy):
+    """A planned policy that is told of blocks together where that will do. All layers save blocks."""
+
+    def decide(self, event: Event) -> Sequence[Advice]:
+        return [each for each in super().decide(event) if not isinstance(each, Keep)]
+
+
 class ToldAll(Policy):
-    """A planned policy that hears of all uses and memory, also where it would do without."""
+    """A planned policy that hears of all uses and memory, and of each by itself, also where it would do without."""
 
     def __init__(self, policy: PlannedPolicy) -> None:
         self.policy = policy
         self.follow = policy.follow
 
     def decide(self, event: Event) -> Sequence[Advice]:
-        return [each for each in self.policy.decide(event) if not isinstance(each, Keep)]
+        answer = [each for each in self.policy.decide(event) if not isinstance(each, Keep)]
+        if (repetition := self.policy._player._repetition) is not None:
+            repetition.together = None
+        return answer
 
     @property
     def asks(self) -> Collection[type[OnRequest]]:
@@ -82,8 +92,11 @@ def test_answers_are_those_of_a_policy_that_thinks(kind: str, seed: int) -> None
     step = KINDS[kind](seed)
     budget = budget_between(profile(step), rng.choice([0.1, 0.5]))
     capacity = rng.choice([None, budget])
-    made = [PlannedPolicy(budget, LINK) for _ in range(2)]
-    policies = [ToldAll(made[0]), Thinking(made[1])]
+    policies = [
+        ToldAll(PlannedPolicy(budget, LINK)),
+        Thinking(PlannedPolicy(budget, LINK)),
+        ToldTogether(budget, LINK),
+    ]
     machines = [Machine(each, LINK, capacity=capacity) for each in policies]
     now = step
     for number in range(15):
@@ -94,7 +107,9 @@ def test_answers_are_those_of_a_policy_that_thinks(kind: str, seed: int) -> None
         now = changed(now, rng) if number % 3 == 1 else now
         outcomes = [machine.run(now, lost=lost) for machine in machines]
         assert told(outcomes[0]) == told(outcomes[1]), number
-        assert machines[0].places.resident == machines[1].places.resident
+        if number % 3 == 0:  # it goes as the one before
+            assert replace(outcomes[2], log=[]) == replace(outcomes[1], log=[]), number
+        assert machines[0].places.resident == machines[1].places.resident == machines[2].places.resident
         if number % 3 == 0:
             for machine in machines:
                 for key in list(machine.blocks):
@@ -146,11 +161,27 @@ def test_a_step_like_the_last_one_is_only_compared_with_it() -> None:
     machine = Machine(policy, LINK)
     other = Step(step.blocks, list(step.code))
     other.code.append(other.code.pop(next(place for place, each in enumerate(step.code) if isinstance(each, Drop))))
-    counts = []
+    counts: list[float] = []
+    events = 0
     for each in (step, step, step, step, other, other, other):
         with Calls() as calls:
             outcome = machine.run(each)
-        counts.append(calls.count / len(outcome.log))
+        events = max(events, len(outcome.log))
+        counts.append(calls.count / events)
     thought, like = counts[1], (*counts[2:4], *counts[5:])
     assert max(like) < min(12, thought / 3)
     assert counts[4] > thought / 2  # it differs from its first backward on
+
+
+def test_what_needs_no_answer_is_told_together() -> None:
+    step = build([[Op((1e-3, 2e-3), [8 * MIB] * 8)] * 2] * 8, [MIB] * 8)
+    budget = budget_between(profile(step), 0.7)
+    policies = [ToldTogether(budget, LINK, recompute=False), Thinking(PlannedPolicy(budget, LINK, recompute=False))]
+    machines = [Machine(each, LINK) for each in policies]
+    for number in range(6):
+        outcomes = [machine.run(step) for machine in machines]
+        assert replace(outcomes[0], log=[]) == replace(outcomes[1], log=[]), number
+    together, thought = ([type(event) for event, _ in outcome.log] for outcome in outcomes)
+    assert outcomes[0].copied[0] > 0
+    for kind in (Saved, Used, Dropped):
+        assert together.count(kind) < thought.count(kind) / 2, kind

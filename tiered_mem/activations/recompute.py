@@ -397,6 +397,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ChangedTensor):
         return "its input was changed between its forward and its backward"
     if isinstance(error, CheckpointError):
+        if "already unpacked" in str(error):
+            return "its backward asks twice for what it has saved, as where it reads ctx.saved_tensors twice"
         return "it saves other tensors the second time"
     return f"the second time it ends with {type(error).__name__}: {error}"
 

@@ -16,6 +16,7 @@ from tiered_mem.policies import (
     LayerBegin,
     LayerEnd,
     Offload,
+    PlannedPolicy,
     Policy,
     Release,
     Reload,
@@ -26,6 +27,7 @@ from tiered_mem.policies import (
 from tiered_mem.policies.actions import How, Keep, OfLayer, Recompute
 from tiered_mem.policies.base import (
     BOUNDARIES,
+    GATHERED_BYTES,
     ExactMemory,
     LayerMemory,
     Memory,
@@ -131,7 +133,7 @@ class Machine:
     """Runs steps under a policy. Memory is counted when work is issued; time passes on three queues.
 
     capacity: bytes of the device; an early reload beyond it is refused. host: bytes of the host tier.
-    fragments: bytes that lie between others.
+    fragments: bytes that lie between others. A PlannedPolicy says how many bytes of blocks it is told of together.
     noise: each time of compute and of copies is off by up to this share.
     """
 
@@ -164,6 +166,9 @@ class Machine:
         self._peak, self._heard = 0, False
         self._exact = False
         self._of_layer: OfLayer | None = None
+        self._saver = -1, -1
+        self._saved: list[tuple[int, int]] = []  # keys and sizes that the policy has not been told of
+        self._ended: list[tuple[int, int]] = []
         self._kept: set[tuple[int, int]] = set()  # the graphs and layers whose saved tensors are autograd's own
         self._unknown: dict[int, int] = {}  # the sizes of these, by what would be their keys
         self._tried: set[tuple[int, How]] = set()
@@ -252,7 +257,11 @@ class Machine:
         if key not in self.blocks:
             self.allocate(nbytes)
             self.places.add(Block(key, nbytes, graph, layer))
-        self.tell(Saved(graph, layer, [(key, nbytes)]))
+        if self._saver != (graph, layer):
+            self._tell_news()
+            self._saver = graph, layer
+        self._saved.append((key, nbytes))
+        self._tell_news(self._enough)
 
     def use(self, key: int) -> None:
         """Backward asks for a block."""
@@ -274,10 +283,30 @@ class Machine:
         if block.backup or block.place in (Place.HOST, Place.LEAVING):
             self.on_host -= block.nbytes
         self.places.remove(block)
-        self.tell(Dropped([key]))
+        self._ended.append((key, block.nbytes))
+        self._tell_news(self._enough)
+
+    @property
+    def _enough(self) -> int:
+        """So many bytes of blocks are told together, by who says so."""
+        return min(GATHERED_BYTES, self.policy.gather_bytes) if isinstance(self.policy, PlannedPolicy) else 1
+
+    def _tell_news(self, enough: int = 1) -> None:
+        """Tells of blocks, if so many bytes were saved or have ended."""
+        if sum(nbytes for _, nbytes in self._saved) >= enough or sum(nbytes for _, nbytes in self._ended) >= enough:
+            saved, self._saved = self._saved, []
+            if saved:
+                self._tell(Saved(*self._saver, saved))
+            ended, self._ended = self._ended, []
+            if ended:
+                self._tell(Dropped([key for key, _ in ended]))
 
     def tell(self, event: Event) -> None:
-        """Tells the policy, and does what it answers."""
+        """Tells the policy, with the news before it, and does what it answers."""
+        self._tell_news()
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
         if self._positions or StepMeasured in self.asks:
             self._positions.append(0.0)
         self._tell_memory(event)
@@ -300,6 +329,7 @@ class Machine:
 
     def request(self, event: Event) -> None:
         """Tells what only those hear of who ask for it."""
+        self._tell_news()
         if type(event) in self.asks:
             self._tell_memory(event)
             self.act(self.policy.decide(event))
