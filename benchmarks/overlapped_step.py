@@ -9,7 +9,7 @@ What a step takes beyond one with its states on the device is told over that tim
 where that is longer. Without an overlap it is about all of it.
 
 Kernels and copies of the emulated device share this machine's processors and its memory; kernels are given one
-processor, so that the copies find another. What traffic costs that nobody waits for is measured too: a training with
+processor, so that the copies find another. What copies cost that nobody waits for is measured too: a training with
 its states on the device issues as many bytes in both directions when a step begins, and one more has as many read
 from the drive and written to it besides, by a thread of its own. Where others work here too, they measure these.
 

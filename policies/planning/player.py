@@ -31,6 +31,7 @@ from .table import Table
 
 _FETCHED_AHEAD = 8
 _COMING = Reload, Fetch
+_OF_BLOCKS = Saved, Dropped
 # Of what a step takes, the room beyond that must be at least this part if nobody is to look; and if what its layers
 # save cannot leave any more, whatever comes.
 _WIDE = 4
@@ -185,7 +186,7 @@ class Player:
             self._depart()
         elif repetition is not None:
             answer = None
-            if following is None and isinstance(event, Saved | Dropped):
+            if following is None and isinstance(event, _OF_BLOCKS):
                 answer = repetition.answer_together(event, self.room) if memory is None else None
                 if answer is None and len(events := repetition.apart(event)) > 1:
                     return self._answer_each(events)

@@ -226,10 +226,7 @@ class Script:
         if following is not None and not line.answer:
             least, most = max(least, following.least), min(most, following.most)
             return Together(following.end, nbytes + following.nbytes, least, most, following.uses)
-        # The last drop of all is told with what comes after the step.
-        if kind is Used or (kind is Dropped and place + 1 == len(self.lines)):
-            return None
-        return Together(place + 1, nbytes, least, most, kind is Dropped)
+        return None if kind is Used else Together(place + 1, nbytes, least, most, kind is Dropped)
 
     def begins(self, begun: Transcript) -> bool:
         """Whether it begins as a step did."""

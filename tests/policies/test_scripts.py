@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import inf
 from types import FrameType
 
 import pytest
@@ -14,9 +15,19 @@ from tests.policies.planned import gpt, planned
 from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.random_steps import KINDS, LINK, MIB
 from tests.policies.simulated.steps import Allocate, Compute, Drop, Op, Step, budget_between, build, profile
-from tiered_mem.policies import Action, Event, ForwardEnd, HostPressure, LayerBegin, PlannedPolicy, Policy
+from tiered_mem.policies import (
+    Action,
+    Event,
+    ForwardBegin,
+    ForwardEnd,
+    HostPressure,
+    LayerBegin,
+    PlannedPolicy,
+    Policy,
+)
 from tiered_mem.policies.actions import Advice, Keep
 from tiered_mem.policies.base import Dropped, LayerMemory, Memory, OnRequest, Saved, StepBegin, Used
+from tiered_mem.policies.planning.script import Repetition, Script, Transcript
 
 
 class Thinking(Policy):
@@ -173,15 +184,70 @@ def test_a_step_like_the_last_one_is_only_compared_with_it() -> None:
     assert counts[4] > thought / 2  # it differs from its first backward on
 
 
+MANY = build([[Op((1e-3, 2e-3), [8 * MIB] * 8)] * 2] * 8, [MIB] * 8)
+
+
+def machines_for(share: float, kind: type[ToldTogether] = ToldTogether) -> tuple[Machine, Machine]:
+    """One whose policy is told together what needs no answer, and one whose policy thinks."""
+    budget = budget_between(profile(MANY), share)
+    thinking = Thinking(PlannedPolicy(budget, LINK, recompute=False))
+    return Machine(kind(budget, LINK, recompute=False), LINK), Machine(thinking, LINK)
+
+
 def test_what_needs_no_answer_is_told_together() -> None:
-    step = build([[Op((1e-3, 2e-3), [8 * MIB] * 8)] * 2] * 8, [MIB] * 8)
-    budget = budget_between(profile(step), 0.7)
-    policies = [ToldTogether(budget, LINK, recompute=False), Thinking(PlannedPolicy(budget, LINK, recompute=False))]
-    machines = [Machine(each, LINK) for each in policies]
+    machines = machines_for(0.7)
     for number in range(6):
-        outcomes = [machine.run(step) for machine in machines]
+        outcomes = [machine.run(MANY) for machine in machines]
         assert replace(outcomes[0], log=[]) == replace(outcomes[1], log=[]), number
     together, thought = ([type(event) for event, _ in outcome.log] for outcome in outcomes)
     assert outcomes[0].copied[0] > 0
     for kind in (Saved, Used, Dropped):
         assert together.count(kind) < thought.count(kind) / 2, kind
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "together"),
+    [(1000, 1040, True), (980, 1040, False), (1018, 1040, False), (1000, 1060, False), (1000, 1022, False)],
+)
+def test_each_is_told_where_the_memory_may_not_be_right_for_all(device: int, limit: int, together: bool) -> None:
+    """A drop has another answer with 51 bytes to spare, and a use with less than 20; 4 bytes are for surprises."""
+    events: list[tuple[Event, tuple[float, float]]] = [
+        (ForwardBegin(0, 1), (-inf, inf)),
+        (Saved(0, 0, [(1, 10)]), (-inf, inf)),
+        (Saved(0, 0, [(2, 10)]), (-inf, inf)),
+        (LayerBegin(0, 0, backward=True), (-inf, inf)),
+        (Used(0, 0, 2), (-inf, inf)),
+        (Dropped([2]), (-50, inf)),
+        (Used(0, 0, 1), (-inf, -20)),
+        (Dropped([1]), (-inf, inf)),
+    ]
+    written, begun = Transcript(), Transcript()
+    for place, (event, between) in enumerate(events):
+        for transcript in (written, begun)[: 2 if place < 3 else 1]:
+            transcript.add(event, 1000, (0, 0), between, (), ())
+    repetition = Repetition(Script(written.lines, ends_empty=True), begun)
+    assert repetition.answer(events[3][0], Memory(device, device), limit) == ()
+    assert (repetition.together is not None) == together
+    if together:
+        # What the budget is may change in between.
+        assert repetition.answer_together(Dropped([2, 1]), limit - 1) is None
+        assert repetition.answer_together(Dropped([2, 1]), limit) == ()
+        assert [event for _, event, *_ in repetition.unnoted()] == [event for event, _ in events[3:]]
+
+
+class ToldLate(ToldTogether):
+    """Is told of more blocks together than it has said."""
+
+    def decide(self, event: Event) -> Sequence[Advice]:
+        answer = super().decide(event)
+        self.gather_bytes *= 1 if self.gather_bytes == 1 else 2
+        return answer
+
+
+def test_what_is_told_too_late_has_all_its_answers() -> None:
+    machines = machines_for(0.5, ToldLate)
+    for _ in range(6):
+        outcomes = [machine.run(MANY) for machine in machines]
+    late, thought = ([each for _, answer in outcome.log for each in answer] for outcome in outcomes)
+    assert len(outcomes[0].log) < len(outcomes[1].log) / 2
+    assert late == thought
