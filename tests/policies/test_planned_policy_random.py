@@ -75,6 +75,10 @@ class Watched(Policy):
     def asks(self) -> object:
         return self.policy.asks
 
+    @property
+    def gather_bytes(self) -> int:
+        return self.policy.gather_bytes
+
     def decide(self, event: Event) -> Sequence[Advice]:
         try:
             answer = self.policy.decide(event)
@@ -125,7 +129,7 @@ class Anything(RuleBasedStateMachine):
         )
         watched = Watched(self.policy)
         size = 2 * self.budget if capacity else None
-        self.machine = Machine(watched, LINK, host=6 * LARGEST, capacity=size)
+        self.machine = Machine(watched, LINK, host=6 * LARGEST, capacity=size, gathers=True)
         watched.blocks = self.machine.blocks
         self.keys = 10**6
         self.number = 1000

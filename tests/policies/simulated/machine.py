@@ -133,7 +133,8 @@ class Machine:
     """Runs steps under a policy. Memory is counted when work is issued; time passes on three queues.
 
     capacity: bytes of the device; an early reload beyond it is refused. host: bytes of the host tier.
-    fragments: bytes that lie between others. A PlannedPolicy says how many bytes of blocks it is told of together.
+    fragments: bytes that lie between others. gathers: the policy says how many bytes of blocks it is told of
+    together, as a PlannedPolicy does in any case.
     noise: each time of compute and of copies is off by up to this share.
     """
 
@@ -147,6 +148,7 @@ class Machine:
         fragments: int = 0,
         noise: float = 0.0,
         seed: int = 0,
+        gathers: bool = False,
     ) -> None:
         self.policy = policy
         self.link = link
@@ -158,6 +160,7 @@ class Machine:
         self._fragments = fragments
         self._noise = noise
         self._rng = random.Random(seed)
+        self._gathers = gathers or isinstance(policy, PlannedPolicy)
         self._steps = itertools.count()
         self._graphs = 0
         self._keys = 0
@@ -289,7 +292,7 @@ class Machine:
     @property
     def _enough(self) -> int:
         """So many bytes of blocks are told together, by who says so."""
-        return min(GATHERED_BYTES, self.policy.gather_bytes) if isinstance(self.policy, PlannedPolicy) else 1
+        return min(GATHERED_BYTES, self.policy.gather_bytes) if self._gathers else 1
 
     def _tell_news(self, enough: int = 1) -> None:
         """Tells of blocks, if so many bytes were saved or have ended."""
