@@ -295,12 +295,13 @@ class Player:
         if advice := step.table.actions(name, step.names):
             actions += shadow.follow([each for each in advice if type(each) is not Reload])
             step.bring_back(each.key for each in advice if type(each) is Reload)
+        if others is None:  # it is one of several that were told together, and the first has made room for all
+            return actions
         if step.table.knows(name) or step.planned is None:
-            step.planned = name, others or 0
-        if others is not None:
-            actions += self._guard(max(others, step.table.beside(*step.planned)), event, shadow)
+            step.planned = name, others
+        actions += self._guard(max(others, step.table.beside(*step.planned)), event, shadow)
         if step.returning:
-            actions += self._bring_back(step, step.table, step.planned, others or 0, shadow)
+            actions += self._bring_back(step, step.table, step.planned, others, shadow)
         return actions
 
     def _expected(self, event: Event, name: Name | None, others: int) -> int:
