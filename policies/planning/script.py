@@ -244,7 +244,7 @@ class _Signs:
 
     def __init__(self) -> None:
         self.keys: list[int] = []
-        self._savers: list[tuple[int, int]] = []
+        self._savers: dict[int, tuple[int, int]] = {}
         self._numbers: dict[int, int] = {}
         self._graphs: dict[int, int] = {}
 
@@ -291,7 +291,6 @@ class _Signs:
         number = self._numbers.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
-            self._savers.append(saver)
         self._savers[number] = saver
         return number
 
