@@ -110,9 +110,11 @@ def test_steps_beside_forward_are_planned_for(
         assert optimizer.overlap == "forward"
         report = manager.report().as_dict()
         # With "auto" they stay where the times of the steps say that activations had better move. Of those that do
-        # not, the first is stepped in step().
-        assert waited[-1] is (sum(not bucket.stays for bucket in optimizer.states.pipeline.buckets) > 1)
-        assert report["states_beside_forward"] == optimizer.states.pipeline.nbytes - report["states_kept"]
+        # not, the first is stepped in step(): one alone has nothing beside forward.
+        some_wait = sum(not bucket.stays for bucket in optimizer.states.pipeline.buckets) > 1
+        assert waited[-1] is some_wait
+        moving = optimizer.states.pipeline.nbytes - report["states_kept"]
+        assert report["states_beside_forward"] == (moving if some_wait else 0)
         assert report["states_beside_backward"] == 0
         assert equal(values(optimizer), expected)
 
@@ -139,11 +141,13 @@ def test_states_pass_through_less_where_the_budget_asks(device: str, device_modu
 
     before = device_module.memory_allocated()
     losses, expected, peaks, whole = trained(before + (1 << 30))
-    budget = max(peaks) - whole // 4
-    again, found, peaks, window = trained(budget)
-    assert (again, equal(found, expected)) == (losses, True)
-    assert whole // 2 <= window < whole
-    assert max(peaks) <= budget
+    # Less of it by less than 1 MiB, too: torch's pool gives a piece whole then that is only that much larger.
+    for less in (whole // 4, whole // 4 + (256 << 10)):
+        budget = max(peaks) - less
+        again, found, taken, window = trained(budget)
+        assert (again, equal(found, expected)) == (losses, True)
+        assert whole // 2 <= window < whole
+        assert max(taken) <= budget
 
 
 def test_what_the_host_cannot_hold_goes_to_disk(device: str, tmp_path: Path) -> None:

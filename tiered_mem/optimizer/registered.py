@@ -99,9 +99,7 @@ class RegisteredOptimizers:
             names = ", ".join(map(repr, get_args(Overlap)))
             raise ValueError(f"overlap is {overlap!r}; there are {names}, and None")
         if keep_gradients and overlap not in ("backward", "auto"):
-            raise ValueError(
-                'keep_gradients=True is for overlap="backward" or "auto": nothing else frees gradients'
-            )
+            raise ValueError('keep_gradients=True is for overlap="backward" or "auto": no other frees gradients')
         disk = self._disk if residency in ("disk", "auto") else None
         host_share = _HOST_SHARE if residency == "auto" else 0.0
         residences = Residences(self._host, disk, self._exclusive, bucket_bytes, host_share)
@@ -258,7 +256,9 @@ class _Sharing:
         taken = most() - self._kept
         if self.share.budget is not None and not states.at_once:
             # A first step makes states of a bucket on the device, where a later one has its window.
-            pipeline.pass_through(self.share.budget - taken + (way[1] if begun else pipeline.largest))
+            room = self.share.budget - taken + (way[1] if begun else pipeline.largest)
+            if room < pipeline.window_bytes:
+                pipeline.pass_through(room - _rounding(room))
         self._steps[states] = way, taken + (0 if begun else pipeline.window_bytes)
         self.share.step_peak = max(peak for _, peak in self._steps.values())
         if begun and before is not None and not before[0]:
