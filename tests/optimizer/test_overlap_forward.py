@@ -442,6 +442,25 @@ def test_a_group_without_gradients_counts_a_step_in_which_its_bucket_waits(
     assert counts[0] == counts[1] == [4, 4, 4]
 
 
+@pytest.mark.parametrize("look", [list, len, dict], ids=["keys", "length", "items"])
+def test_a_state_that_a_waiting_step_makes_is_there_for_who_looks_which_there_are(
+    look: Callable[[Any], Any], device: str, make_tiered: MakeTiered
+) -> None:
+    first, second, late = make_params(device, shapes=[(256, 256), (4,), (5,)])
+    optimizer = make_tiered(torch.optim.AdamW([first, second, late]), bucket_bytes=1 << 16, overlap="forward")
+    for number in range(4):
+        for param in (first, second, *([late] if number == 3 else [])):
+            param.grad = torch.ones_like(param)
+        assert late not in optimizer.state
+        optimizer.step()
+        optimizer.zero_grad()
+    assert guard_of(late) is not None, "it waits with the one that shares its bucket"
+    assert look(optimizer.state)
+    assert guard_of(late) is None
+    assert late in optimizer.state
+    assert len(optimizer.state) == 3
+
+
 def test_accumulation_clipping_and_a_scaler(device: str, make_tiered: MakeTiered) -> None:
     outcomes = []
     for make in (None, make_tiered):

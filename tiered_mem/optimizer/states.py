@@ -314,9 +314,11 @@ class States:
         finally:
             self.stepping.broken = None
 
+    @_alone
     def keys(self) -> list[Any]:
         """What has a state, parameters for the most part, in the order in which the optimizer has them."""
         self.check()
+        self.stepping.whole("a look at its states")
         moving = (key for bucket in self.pipeline.buckets for key in bucket.states)
         return self._place.in_order([*self._place.own, *moving])
 
