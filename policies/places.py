@@ -71,6 +71,11 @@ class Places(Generic[B]):
         self.find = self.by_key.get
         self.resident = 0
 
+    @property
+    def away(self) -> int:
+        """The bytes of those that take memory anywhere but on the device, those on their ways among them."""
+        return sum(block.nbytes for block in self.by_key.values() if block.place is not Place.DEVICE)
+
     def add(self, block: B) -> None:
         """Adds a new block.
 

@@ -156,6 +156,7 @@ class PlannedPolicy(Policy):
         self._most = 0  # bytes of the device in this step, and of these the blocks; nothing of it while it is below
         self._most_blocks = 0  # the budget
         self._most_through = 0  # the uses by then, if backward was through
+        self._without_room = 0  # of these, those that found no room where they were to go
         self._kept = 0  # of optimizer states, when the step began
         self._settled_then = True  # whether they were settled by then
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
@@ -244,7 +245,7 @@ class PlannedPolicy(Policy):
             case StepEnd(_, stayed):
                 self._end(stayed)
             case StepMeasured(step, seconds, stalls):
-                if self._repertoire.rates.see(event.out, event.back, event.both):
+                if self._repertoire.rates.see(event.out, event.back, event.both) | self._repertoire.has_more_room():
                     self._repertoire.replan()
                     self._patience = _PATIENCE
                 ended = self._ended.pop(step, None)
@@ -268,6 +269,7 @@ class PlannedPolicy(Policy):
             self._most = most
             if most > self._given:
                 self._most_blocks, self._most_through = self._player.places.resident, self._player.through
+                self._without_room = self._player.without_room
         if self._fragments is not None and reserved:
             between = reserved - device + self._fragments // 2
             self._limit = min(self._budget, self._given + self._beyond - between)
@@ -279,7 +281,7 @@ class PlannedPolicy(Policy):
 
     def _begin(self, number: int) -> None:
         self._end({})  # where nobody said so
-        self._most = self._most_blocks = 0
+        self._most = self._most_blocks = self._without_room = 0
         self._kept, self._settled_then = self.states.kept, self.states.settled
         if self._treatments is not None:
             self._treatments.begin()
@@ -293,9 +295,8 @@ class PlannedPolicy(Policy):
         if step.peak > self._given:
             cause = self._cause(step)
             registered = self.states.registered
-            self._overruns.see(
-                Overrun(step.number, step.peak, self._given, cause, self._most_blocks, stayed, registered)
-            )
+            about = stayed, registered, self._without_room
+            self._overruns.see(Overrun(step.number, step.peak, self._given, cause, self._most_blocks, *about))
         if self._treatments is not None:
             self._treatments.end(step)
         if self.states.kept != self._kept:
@@ -314,7 +315,9 @@ class PlannedPolicy(Policy):
         self.account.ended(step)
         if not (self.alone or self._repertoire):
             self._see(step)
-        if step.table is not None and step.peak > self._budget:
+        if self._player.full_at is not None:
+            self._repertoire.found_full(self._player.full_at)
+        elif step.table is not None and step.peak > self._budget:
             self._overrun(step.peak)
         if step.varies:
             self._vary(step)

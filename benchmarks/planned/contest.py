@@ -70,7 +70,7 @@ class Contest:
         self.layers: int = next(name[2] for name in self.recording.names if name[0] == "begin")
         self.repeatable = same_numbers(repeated_blocks(self._used.model))
         self._ways = [self._treated(self._used, number) for number in range(kinds)]
-        self.floor = max(floor(step.moments)[0] for step in self._plain_steps)
+        self.floor = max(floor(step.moments) for step in self._plain_steps)
 
     def budget(self, share: float) -> int:
         """So far from the least that a plan can keep to what the plain step takes."""

@@ -65,7 +65,9 @@ class Adviser:
         try:
             now = plan(self.profile, self.budget - self.states.kept, self._now.link)
         except BudgetTooSmall as error:
-            return (str(explained(error, self.profile, self.names, self.states)),)
+            why = str(explained(error, self.profile, self.names, self.states))
+            again = 'TieringManager(recompute="auto") computes layers again in place of what finds no room'
+            return (why, again) if error.without_room and not self.recompute else (why,)
         found = [self._drive()]
         waits = now.waits > _NONE * self.profile.compute
         if waits:

@@ -65,7 +65,8 @@ def choose(ways: Ways, budget: int, link: Link, states: StatesShare, layers: Seq
     a coarse and by a fine estimate: where memory is short, either may miss what the other finds. Where plans take
     longer than their estimates, as where several microbatches are under way, it searches behind slower links too.
     layers: the numbers of those that may be treated. now: how they are treated before that.
-    Raises BudgetTooSmall where no choice keeps the budget.
+    Where each choice needs more room below than there is, it is the one that lacks the least. Raises BudgetTooSmall
+    where no choice keeps the budget else.
     """
     return _Search(ways, budget, link, states, layers).best(now)
 
@@ -199,7 +200,8 @@ class _Search:
                 self._exact[point] = made.seconds + beside.seconds
             except BudgetTooSmall as error:
                 self._failed = error.with_traceback(None)  # whose frames have all that is under way, and this
-                self._exact[point] = inf
+                lacking = step.profile.compute + (error.floor - error.budget) / self._link.out
+                self._exact[point] = _IMPOSSIBLE * lacking if error.without_room else inf
         return self._exact[point]
 
     def _choice(self, point: _Point) -> Choice:
@@ -266,22 +268,25 @@ class Outline:
 
         kept: of the budget, the bytes of optimizer states.
         """
-        budget -= kept
+        budget, room = budget - kept, self._link.room
         moments = [self._stretches[None if n is None else ways[n]][k] for k, n in enumerate(self._group)]
         later = sum([moment.used for moment in moments])
         level = standing = self._begin
-        lacking = 0
+        lacking = below = 0
         stretches = []
         for seconds, change, high, stands, least, saved, used in moments:
             stretches.append((seconds, level + high - budget, saved, used))
             lacking = max(lacking, standing + least - budget)
+            if room is not None:
+                below = max(below, level + high - budget - room)
             level += change
             standing += stands
         forward = sum([moment.seconds for moment in moments[: self._backward]])
         backward = sum([moment.seconds for moment in moments[self._backward :]])
         away = max([stretch[1] for stretch in stretches], default=0)
         link, late, after = self._states.left(self._link, forward, backward, away, kept)
-        return least_time(stretches, later, link) + late + after + _IMPOSSIBLE * lacking / link.out
+        impossible = max(lacking, below) / link.out + (forward + backward if below > 0 else 0)
+        return least_time(stretches, later, link) + late + after + _IMPOSSIBLE * impossible
 
 
 class _Stretch(NamedTuple):

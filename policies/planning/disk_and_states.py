@@ -142,7 +142,7 @@ def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShar
     the least. It is compared for eight parts of all states, and for the most that there is room for. Raises
     BudgetTooSmall.
     """
-    room = budget - states.rounding - max(states.step_peak, floor(profile.moments)[0])
+    room = budget - states.rounding - max(states.step_peak, floor(profile.moments))
     amounts = {states.total * part // _AMOUNTS for part in range(_AMOUNTS + 1)}
     amounts.add(max(0, min(room, states.total)))
     best, least = 0, float("inf")
@@ -150,7 +150,12 @@ def states_to_keep(profile: Profile, budget: int, link: Link, states: StatesShar
         if 0 < kept > room:
             break
         beside = states.beside(link, profile, budget, kept)
-        seconds = plan(profile, budget - kept, beside.link, attempts=_ATTEMPTS).seconds + beside.seconds
+        try:
+            seconds = plan(profile, budget - kept, beside.link, attempts=_ATTEMPTS).seconds + beside.seconds
+        except BudgetTooSmall:
+            if not kept:
+                raise
+            break  # what would have to leave for them finds no room
         if seconds < least:
             best, least = kept, seconds
     return best, least
@@ -299,7 +304,7 @@ def explained(
     standing = profile.standing[k] if profile.standing else 0
     before = min(standing, profile.standing[0] if profile.standing else 0)
     passing = error.unmovable - standing
-    in_use = error.floor - error.unmovable
+    in_use = error.floor - error.unmovable - error.without_room
     after_all_uses = all(used <= k for used in profile.used)
     # The end of the backward is there too, and is more where the first layer is in a checkpoint of the user's.
     step_is_less = states is not None and 0 < states.step_peak < error.floor
@@ -321,8 +326,14 @@ def explained(
         f"{where}, {format_bytes(before)} are from before the step, {format_bytes(standing - before)} have come in "
         f"it and cannot leave, {format_bytes(passing)} come and go, and {format_bytes(in_use)} are saved and in use"
     )
+    if error.without_room:
+        lacking = format_bytes(error.floor - error.budget)
+        parts += f"; {format_bytes(error.without_room)} could leave, and find no room on the host"
+        helps.append((error.floor, f"{lacking} more of host_bytes, or a spill_dir"))
     told = [text for part, text in sorted(helps, reverse=True) if part > 0]
-    return BudgetTooSmall(error.budget, error.floor, error.position, error.unmovable, parts, told)
+    return BudgetTooSmall(
+        error.budget, error.floor, error.position, error.unmovable, parts, told, error.without_room
+    )
 
 
 def _less_for_the_step(taken: int, states: StatesShare | None) -> str:

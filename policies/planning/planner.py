@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush, heapreplace
@@ -12,10 +12,23 @@ from itertools import accumulate, chain, islice, product
 from math import inf
 
 from .copies import Prediction, copied_from, early_reloads, latest_reloads, predict
-from .profile import BudgetTooSmall, Cause, Link, Moments, Plan, PlannedStall, Profile, floor, least_seconds
+from .profile import (
+    BudgetTooSmall,
+    Cause,
+    Link,
+    Moments,
+    Plan,
+    PlannedStall,
+    Profile,
+    check_budget,
+    least_seconds,
+    too_small,
+)
 
 # How many times slower a link may be on which all reloads are in time: the more, the more room is kept for them.
 _LEADS = (1.5, 3.0, 6.0, 0.5, 1.0, 0.0, 12.0, 0.25)
+# Where there is little room for what leaves. More of it leaves so that reloads may be early.
+_LEADS_LITTLE_ROOM = (1.5, 0.0, 3.0, 6.0, 0.5, 1.0, 12.0, 0.25)
 # With this one, what lives the longest is tried too.
 _LIVES = 6.0
 # Where backward comes back to blocks, reloads crowd: more room for them is tried first.
@@ -78,7 +91,10 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A plan, by moments. over: bytes by which it passes the budget. begins: of its copies, as of `copied_from`."""
+    """A plan, by moments. over: bytes by which it passes the budget, or the room for what leaves.
+
+    begins: of its copies, as of `copied_from`.
+    """
 
     over: int
     release: dict[int, int]
@@ -97,9 +113,7 @@ class Planner:
 
     def __init__(self, profile: Profile, budget: int, link: Link) -> None:
         moments = profile.moments
-        least, worst, unmovable = floor(moments)
-        if budget < least:
-            raise BudgetTooSmall(budget, least, moments.action[worst], unmovable)
+        check_budget(moments, budget, link)
         self._profile = profile
         self._moments = moments
         self._budget = budget
@@ -128,6 +142,10 @@ class Planner:
             if draft is None:
                 break
             best = min(best, draft, key=_Draft.cost)
+        if best.over and self._link.room is not None:
+            full = self._moments.full
+            worst, least = full.index(max(full)), self._budget + best.over
+            raise too_small(self._moments, self._budget, worst, least, best.over)
         return self._finished(best)
 
     def _trials(self) -> Iterator[_Trial]:
@@ -136,7 +154,7 @@ class Planner:
                 for selector in (self._by_use, self._unused_first, self._by_life):
                     yield _Trial(lead, selector, early)
             return
-        for lead in _LEADS:
+        for lead in _LEADS if self._link.room is None else _LEADS_LITTLE_ROOM:
             yield _Trial(lead, self._by_use, early=False)
             if lead == _LIVES and self._by_life.ranked != self._by_use.ranked:
                 yield _Trial(lead, self._by_life, early=False)
@@ -218,10 +236,13 @@ class Planner:
         release = selection.release
         begins = copied_from(sorted(release), release, moments.earlier, early=trial.early)
         best: _Draft | None = None
+        over = selection.over
+        if (room := self._link.room) is not None:
+            over = max(over, self._below(release, begins) - room)
         for more in reversed(range(rounds)):
             reload = early_reloads(moments, self._budget, release, selection.back)
             prediction = predict(moments, release, reload, self._link, begins)
-            draft = _Draft(selection.over, release, reload, begins, prediction, trial, stays)
+            draft = _Draft(over, release, reload, begins, prediction, trial, stays)
             if best is not None and draft.cost() >= best.cost():
                 break
             best = draft
@@ -234,6 +255,15 @@ class Planner:
                 for b, g in selection.release.items()
             }
         return best if best is not None else draft
+
+    def _below(self, release: Collection[int], begins: Mapping[int, int]) -> int:
+        """The most bytes that are away at once if these leave, each from its copy out to its use."""
+        profile = self._profile
+        change = [0] * (len(profile.seconds) + 1)
+        for b in release:
+            change[profile.saved[begins.get(b, b)]] += profile.nbytes[b]
+            change[profile.used[b]] -= profile.nbytes[b]
+        return max(accumulate(change))
 
     def _copies_end(self, release: Collection[int], early: bool) -> list[float]:
         """When the copy out of each block would end, behind those of the blocks that leave."""
@@ -270,6 +300,7 @@ class Planner:
             ),
             bound=min(self._bound, draft.prediction.seconds),  # they are not summed alike
             early={b: profile.saved[first] for b, first in draft.begins.items() if first != b},
+            below=self._below(draft.release, draft.begins),
         )
 
 

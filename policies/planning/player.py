@@ -63,6 +63,7 @@ class Player:
     whose blocks have other sizes than the recorded ones. decided: whether it has become clear what the step is.
     strange: that it is of no known kind, or longer than any, or began with another amount of memory taken.
     ease: how much it has to be told of next. gather: the bytes of blocks that may be told together then.
+    full_at: the most bytes that were away in this step when there was no room for more of them; None: there was.
     """
 
     def __init__(self, repertoire: Repertoire) -> None:
@@ -84,6 +85,12 @@ class Player:
         self._beside = 0  # bytes that are expected beside blocks, where there is no plan
         self._without_room: dict[int, None] = {}  # blocks that the host had no room for
         self._tried: int | None = None  # one of them, if it was to leave once more in the last answer
+        self.full_at: int | None = None
+
+    @property
+    def without_room(self) -> int:
+        """The bytes of the blocks that the host had no room for."""
+        return sum(block.nbytes for block in map(self.places.find, self._without_room) if block is not None)
 
     @property
     def room(self) -> int:
@@ -119,17 +126,15 @@ class Player:
     def through(self) -> int:
         """How many uses there were, if backward has used all that the step has saved, and 0 before."""
         self._catch_up()
-        if self.step is None:
-            return 0
         if self._rest is not None:
             return 0 if self.owns_any else self._rest.recording.uses
-        recording = self.step.recording
-        return recording.uses if 0 < len(recording.blocks) <= recording.uses else 0
+        recording = None if self.step is None else self.step.recording
+        return recording.uses if recording is not None and 0 < len(recording.blocks) <= recording.uses else 0
 
     def begin(self, number: int, *, may_rest: bool = False) -> None:
         self._earlier = [*self.places.by_key.values()]
         self._own_then = self._coming = 0
-        self.step = StepUnderWay(number)
+        self.step, self.full_at = StepUnderWay(number), None
         self._may_rest = may_rest
 
     def end(self) -> StepUnderWay | None:
@@ -170,6 +175,7 @@ class Player:
         self._own_then = self.own
         if type(action) is Offload:
             self._without_room[action.key] = None
+            self.full_at = max(self.full_at or 0, self.places.away)
         if self.step is not None and type(action) is Reload:
             self.step.returning.appendleft(action.key)
 
@@ -373,9 +379,8 @@ class Player:
         return actions
 
     def _again(self) -> int | None:
-        """One of the blocks that the host had no room for, which may leave now. The others follow if that can.
-
-        To try them all at each event takes longer than all else there.
+        """One of the blocks that the host had no room for, which may leave now. The others follow if that can: to
+        try all at each event takes longer than all else there.
         """
         if self._tried is not None and self._tried not in self._without_room:
             self._without_room.clear()

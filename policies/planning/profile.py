@@ -285,7 +285,7 @@ class Plan:
     block was saved whose bytes they have, that position.
     peak: the most bytes of device memory, by count of what is issued and so whatever the copies' times. budget: the
     most that was allowed. seconds: the step as predicted. stalls: of these, the waits. bound: a time that no plan
-    within the budget can better.
+    within the budget can better. below: the most bytes that are away at once, each from its copy out to its use.
     """
 
     release: Mapping[int, int]
@@ -296,6 +296,7 @@ class Plan:
     stalls: tuple[PlannedStall, ...]
     bound: float
     early: Mapping[int, int] = field(default_factory=dict)
+    below: int = 0
 
     @property
     def waits(self) -> float:
@@ -334,9 +335,10 @@ class Link:
         both: Each direction's share of its rate while the other is busy, above 0 and up to 1.
         latency: Seconds that a copy takes beside its bytes.
         drive: The same of the drive below the host; None where there is none.
+        room: The bytes that there is room for at its other end, a drive's below it among them; None is any.
 
     Raises:
-        ValueError: A rate or a share is not above 0, a share is above 1, or a latency is below 0.
+        ValueError: A rate or a share is not above 0, a share is above 1, or a latency or the room is below 0.
     """
 
     out: float
@@ -344,8 +346,11 @@ class Link:
     both: float = 1.0
     latency: float = 12e-6
     drive: Link | None = None
+    room: int | None = None
 
     def __post_init__(self) -> None:
+        if self.room is not None and self.room < 0:
+            raise ValueError(f"at a link's other end there is room for 0 bytes or more, not {self.room}")
         if not (self.out > 0 and self.back > 0 and 0 < self.both <= 1 and self.latency >= 0):
             raise ValueError(
                 f"a link has rates above 0 bytes a second, a share above 0 and up to 1, and a latency of 0 s or "
@@ -370,9 +375,10 @@ class BudgetTooSmall(ValueError):
         budget: In bytes.
         floor: The least budget that the step can be run in, in bytes.
         position: Where it is needed.
-        unmovable: The part of the floor that is no block; the rest is in use there.
+        unmovable: The part of the floor that is no block; the rest is in use there, or finds no room.
         where: The position and what is there, in words.
         helps: What would help.
+        without_room: The part of the floor that could leave, and finds no room where it would go.
     """
 
     def __init__(
@@ -383,8 +389,10 @@ class BudgetTooSmall(ValueError):
         unmovable: int,
         where: str | None = None,
         helps: Sequence[str] = (),
+        without_room: int = 0,
     ) -> None:
         self.budget, self.floor, self.position, self.unmovable = budget, floor, position, unmovable
+        self.without_room = without_room
         super().__init__(
             f"the budget of {format_bytes(budget)} is below {format_bytes(floor)}, the least that this step can "
             f"be run in. In {where or f'position {position}, {format_bytes(unmovable)} cannot move'}. What helps: "
@@ -392,17 +400,29 @@ class BudgetTooSmall(ValueError):
         )
 
 
-def floor(moments: Moments) -> tuple[int, int, int]:
-    """The least budget that a plan can keep, the moment that needs it, and the bytes there that are no blocks.
+def floor(moments: Moments) -> int:
+    """The least budget that a plan can keep, as far as there is room for all that leaves.
 
     At each moment, what cannot move and the blocks in use, with those that forward still has.
     """
-    least = _least(moments.full, moments.nbytes, moments.loose, moments.used)
-    if not least:
-        return 0, 0, 0
-    worst = least.index(max(least))
+    return max(_least(moments.full, moments.nbytes, moments.loose, moments.used), default=0)
+
+
+def check_budget(moments: Moments, budget: int, link: Link) -> None:
+    """Raises BudgetTooSmall where no plan can keep the budget, as of `floor`, and of the room that the link has."""
+    least = movable = _least(moments.full, moments.nbytes, moments.loose, moments.used)
+    if (room := link.room) is not None:
+        least = [max(low, full - room) for low, full in zip(movable, moments.full, strict=True)]
+    if (most := max(least, default=0)) > budget:
+        worst = least.index(most)
+        raise too_small(moments, budget, worst, most, most - movable[worst])
+
+
+def too_small(moments: Moments, budget: int, worst: int, least: int, without_room: int) -> BudgetTooSmall:
+    """The error for a moment that needs so many bytes at least. without_room: of these, as the error has it."""
     lives = zip(moments.nbytes, moments.saved, moments.dropped, strict=True)
-    return least[worst], worst, moments.full[worst] - sum(n for n, s, d in lives if s <= worst < d)
+    unmovable = moments.full[worst] - sum(n for n, s, d in lives if s <= worst < d)
+    return BudgetTooSmall(budget, least, moments.action[worst], unmovable, without_room=without_room)
 
 
 def least_bytes(profile: Profile) -> list[int]:

@@ -30,6 +30,14 @@ class Rates:
         self._out, self._back = _Figure(link.out, _ALIKE), _Figure(link.back, _ALIKE)
         self._both = _Figure(link.both, _SHARE_ALIKE)
 
+    def found_full(self, room: int | None) -> bool:
+        """There is room for so many bytes at the other end, as far as is known. Whether that is another figure."""
+        before = self.link.room
+        if before is not None and room is not None and abs(room - before) <= _ALIKE * before:
+            return False
+        self.link = replace(self.link, room=room)
+        return room != before
+
     @property
     def doubted(self) -> bool:
         """Whether the last measured step has shown another link, and the next one decides."""

@@ -112,6 +112,7 @@ class Repertoire:
         self._known: list[Known] = []  # the one that was used last comes last
         self._told = inf  # from this ratio on it has been said that a step may run out of memory
         self._unplanned_told = False
+        self._held: int | None = None  # by the host tier, when it was found full
 
     def __len__(self) -> int:
         return len(self._known)
@@ -257,7 +258,8 @@ class Repertoire:
     def basis(self) -> tuple[float, ...]:
         """The rates and sizes that decide how layers are treated best."""
         states = self.states
-        return self.link.out, self.link.back, *map(float, (self.budget, states.total, *states.crossing(0)))
+        link, sizes = self.link, (self.budget, states.total, *states.crossing(0))
+        return link.out, link.back, inf if link.room is None else float(link.room), *map(float, sizes)
 
     @staticmethod
     def nearby(ratio: float, more: int) -> Variant:
@@ -265,8 +267,13 @@ class Repertoire:
         return Variant(ceil(ratio * _GRID) / _GRID, more)
 
     def waits(self, known: Known, variant: Variant) -> float:
-        """The seconds by which a step is longer than if all were on the device that can be, states too."""
+        """The seconds by which a step is longer than if all were on the device that can be, states too.
+
+        It is as good as endless where there is no room for all that has to leave.
+        """
         table = self.table(known, variant)
+        if self.link.room is not None and table.plan.below > self.link.room:
+            return inf
         return table.plan.waits + (self.beside(table.profile).seconds if self.states.total else 0.0)
 
     def table(self, known: Known, variant: Variant = _RECORDED, *, strict: bool = False) -> Table:
@@ -293,7 +300,7 @@ class Repertoire:
                         *(variant.ratio, explained(error, profile, known.names, self.states)),
                     )
                 self.states.target = 0
-                first = plan(profile, error.floor, self.beside(profile).link)
+                first = plan(profile, error.floor, replace(self.beside(profile).link, room=None))
             made = Table(profile, first, self._disk(profile, first), known.names, known.blocks)
             known.tables[variant] = made
         return made
@@ -333,8 +340,26 @@ class Repertoire:
                 return known
         return None
 
+    def found_full(self, away: int) -> None:
+        """In a step there was no room for more than so many bytes of blocks beside the device."""
+        self._held = self._host
+        if self.rates.found_full(away):
+            self.replan()
+
+    def has_more_room(self) -> bool:
+        """Whether the host tier holds more than when it was found full. How much shows when it is again."""
+        held = self._held
+        if self.link.room is None or held is None or ((now := self._host) is not None and now <= held):
+            return False
+        return self.rates.found_full(None)
+
+    @property
+    def _host(self) -> int | None:
+        return self._host_bytes() if callable(self._host_bytes) else self._host_bytes
+
     def states_moved(self) -> None:
         """Optimizer states are elsewhere now: the times that are known are not to go by for long."""
+        self.rates.found_full(None)
         for known in self._known:
             known.guessed = True
 
@@ -380,13 +405,24 @@ class Repertoire:
             if states.target is None or keep < states.target:
                 states.target = keep
                 self.replan()
+        link = self.beside(profile).link
         try:
-            return self._within(profile, self.room - states.planned - spare)
+            return self._sparing(profile, spare, link)
+        except BudgetTooSmall:
+            if link.room is None:
+                raise
+        # What finds no room stays where it is, whatever is planned.
+        return self._sparing(profile, spare, replace(link, room=None))
+
+    def _sparing(self, profile: Profile, spare: int, link: Link) -> Plan:
+        planned = self.states.planned
+        try:
+            return self._within(profile, self.room - planned - spare, link)
         except BudgetTooSmall as error:
             if not self._margin and not spare:
                 raise
-            least, budget = error.floor, self.budget - states.planned
-        return self._within(profile, budget - max(0, budget - least) // 2)
+            least, budget = error.floor, self.budget - planned
+        return self._within(profile, budget - max(0, budget - least) // 2, link)
 
     @property
     def room(self) -> int:
@@ -403,8 +439,7 @@ class Repertoire:
         """What optimizer states leave of the link in a step."""
         return self.states.beside(self.link, profile, self.room, self.states.planned)
 
-    def _within(self, profile: Profile, budget: int) -> Plan:
-        link = self.beside(profile).link
+    def _within(self, profile: Profile, budget: int, link: Link) -> Plan:
         if self._slowdown is None:
             made = plan(profile, budget, link)
         else:
@@ -415,7 +450,7 @@ class Repertoire:
     def _disk(self, profile: Profile, first: Plan) -> DiskPlan | None:
         if self.link.drive is None:
             return None
-        host_bytes = self._host_bytes() if callable(self._host_bytes) else self._host_bytes
+        host_bytes = self._host
         if host_bytes is None:
             return None
         try:

@@ -363,7 +363,8 @@ class Overrun:
 
     step: its number. peak: the most that was allocated. budget: what should have been. blocks: of the peak, those
     in blocks, which can move, but for some that are in use. stayed: what else its layers saved, by the reason for
-    which it cannot, in words. registered: an optimizer is.
+    which it cannot, in words. registered: an optimizer is. without_room: of the blocks, those that found no room on
+    the host.
     """
 
     step: int
@@ -373,6 +374,7 @@ class Overrun:
     blocks: int
     stayed: Mapping[str, int]
     registered: bool = False
+    without_room: int = 0
 
     def __str__(self) -> str:
         largest = sorted(self.stayed.items(), key=lambda each: each[1], reverse=True)
@@ -381,6 +383,9 @@ class Overrun:
         helps = _HELPS[self.cause]
         if self.cause is OverrunCause.AFTER:
             helps += f"; {'smaller bucket_bytes' if self.registered else 'register_optimizer()'}"
+        if self.without_room:
+            told = f"; {format_bytes(self.without_room)} of the blocks found no room on the host{told}"
+            helps = "a larger host_bytes, or a spill_dir"
         return (
             f"step {self.step} took {peak} of the device, {over} more than the budget of "
             f"{format_bytes(self.budget)}: {self.cause.value}. {format_bytes(self.blocks)} of it were in blocks, "

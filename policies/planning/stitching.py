@@ -25,13 +25,15 @@ Rises = frozenset[tuple[int, int]]
 class Backward(NamedTuple):
     """A layer where its backward begins. In bytes, of the device.
 
-    standing: allocated then, beside blocks that can leave. forward: the most that came in its forward.
+    standing: allocated then, beside blocks that can leave. full: with them. forward: the most that came in its
+    forward.
     saved: its blocks. borrowed: blocks of layers before it that it is the first to use.
     rises: of each event of its backward, how far it rises above where it began, and the blocks that are gone by
     then. twice: the same at each use of a block, if that is there twice.
     """
 
     standing: int
+    full: int
     forward: int
     saved: int
     borrowed: int
@@ -40,8 +42,9 @@ class Backward(NamedTuple):
 
     def or_more(self, other: Backward) -> Backward:
         """What there is at most, of two backwards."""
-        standing, forward, saved, borrowed = map(max, self[:4], other[:4])
-        return Backward(standing, forward, saved, borrowed, self.rises | other.rises, self.twice | other.twice)
+        standing, full, forward, saved, borrowed = map(max, self[:5], other[:5])
+        rises, twice = self.rises | other.rises, self.twice | other.twice
+        return Backward(standing, full, forward, saved, borrowed, rises, twice)
 
     def coming(self, inputs: int, held: int, *, trial: bool, beside: int = 0, stays: float = 0) -> int:
         """The most that comes while the layer is computed again.
@@ -119,7 +122,8 @@ class RecordedStep:
                 borrowed = sum(nbytes[b] for b in self._used[part] if self.blocks[b][:2] != (graph, layer))
                 forward, saved = forwards.get((graph, layer), (0, 0))
                 standing = self.standing[a] + self._stuck(a, self._used[part])
-                new = Backward(standing, forward, saved, borrowed, *self._rises(part, a, z))
+                sizes = standing, self.levels[a], forward, saved, borrowed
+                new = Backward(*sizes, *self._rises(part, a, z))
                 found[layer] = new.or_more(found.get(layer, new))
         return found
 

@@ -172,14 +172,27 @@ class Treatments:
             course.stitched = False
 
     def _with_room(self, course: _Course, how: How) -> list[int]:
-        """The layers that can be tried: the device has room while they are computed again."""
-        room = self._repertoire.room
+        """The layers that can be tried: the device has room while they are computed again.
+
+        What finds no room below stays on the device meanwhile. Where a step takes more than the budget by that
+        already, it is to take no more than it does.
+        """
+        room, below = self._repertoire.room, self._repertoire.link.room
         room -= room // TRIED
-        return sorted(
-            layer
-            for layer, backward in course.backwards.items()
-            if backward.standing + course.more + course.coming(layer, how, trial=layer not in course.kept) <= room
-        )
+        spare: float = inf  # for what trials keep beside what the layers save
+        if course.plain is not None and below is not None:
+            full = max(course.plain.profile.full) + course.more
+            room = max(room, full - below)
+            spare = room + below - full
+        found = []
+        for layer, backward in sorted(course.backwards.items()):
+            trial = layer not in course.kept
+            least = backward.standing if below is None else max(backward.standing, backward.full - below)
+            if how == "cheap" and trial:
+                spare -= course.results.get(layer, (backward.saved, 0))[0]
+            if spare >= 0 and least + course.more + course.coming(layer, how, trial=trial) <= room:
+                found.append(layer)
+        return found
 
     def _choice_for(self, course: _Course, inputs: int) -> Choice:
         plain = course.plain

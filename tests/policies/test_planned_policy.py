@@ -116,7 +116,7 @@ def test_what_lies_unused_in_the_pool_is_measured_and_left_out(found: int, beyon
 def test_without_a_number_what_ran_once_goes_on() -> None:
     """The floor is within what the device has, and fragments would not leave as much."""
     step = gpt()
-    least = floor(profile(step).moments)[0]
+    least = floor(profile(step).moments)
     machine = Machine(PlannedPolicy(least + MIB, LINK, fragments=20 * MIB), LINK)
     machine.run(step)
     assert machine.run(step).peak == least
@@ -132,7 +132,7 @@ class Tensors(set[int]):
 def test_an_error_keeps_nothing_of_what_was_under_way() -> None:
     """Whoever goes on after it would otherwise keep the tensors of that step until Python next collects garbage."""
     step = gpt()
-    machine = Machine(PlannedPolicy(floor(profile(step).moments)[0] - MIB, LINK), LINK)
+    machine = Machine(PlannedPolicy(floor(profile(step).moments) - MIB, LINK), LINK)
 
     def caller() -> weakref.ref[set[int]]:
         local = Tensors()

@@ -486,7 +486,7 @@ class Widened(Machine):
 
     def tell(self, event: Event) -> None:
         if isinstance(event, ForwardEnd):
-            self._host, self.levels = None, []
+            self.host, self.levels = None, []
         super().tell(event)
         self.levels = [*self.levels, self.level]
 

@@ -253,8 +253,8 @@ def test_blocks_that_forward_still_has_are_released_when_it_lets_go(kind: str, s
         for b, (saved, used) in enumerate(zip(known.saved, known.used, strict=True))
     ]
     step = replace(known, loose=loose)
-    least, *_ = floor(step.moments)
-    assert least >= floor(known.moments)[0]
+    least = floor(step.moments)
+    assert least >= floor(known.moments)
     full = max(step.moments.full)
     for budget in (least, (2 * least + full) // 3):
         made = plan(step, budget, LINK)
@@ -378,7 +378,7 @@ def test_states_stay_as_far_as_activations_do_not_miss_their_room() -> None:
         return states_to_keep(known, budget, LINK, StatesShare(total))[0]
 
     assert keep(full + 800 * MIB, 800 * MIB) == 800 * MIB
-    least, *_ = floor(known.moments)
+    least = floor(known.moments)
     assert keep(least, 800 * MIB) == 0
     total = full - least
     kept = [keep(budget, total) for budget in range(least, full, (full - least) // 12)]

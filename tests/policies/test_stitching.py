@@ -115,13 +115,13 @@ def test_what_is_known_of_a_layer_where_its_backward_begins() -> None:
     layer = step.backwards()[1]
     rises, twice = {(0, 0), (0, 0), (40, 0), (-20, 20), (30, 20)}, {(0, 0), (20, 0), (-10, 20)}
     assert layer == Backward(
-        standing=105, forward=50, saved=20, borrowed=10, rises=frozenset(rises), twice=frozenset(twice)
+        standing=105, full=135, forward=50, saved=20, borrowed=10, rises=frozenset(rises), twice=frozenset(twice)
     )
     assert layer.coming(7, 3, trial=False) == 3 + 10 + 20 + 40
     assert layer.coming(40, 3, trial=False) == 40 + 50
     assert layer.coming(7, 3, trial=False, beside=4, stays=math.inf) == 4 + 3 + 10 + 20 + 30 + 20
     assert layer.coming(7, 3, trial=False, beside=4, stays=15) == 4 + 3 + 10 + 20 + 30 + 15
     assert layer._replace(twice=frozenset({(60, 0)})).coming(7, 3, trial=True) == 3 + 10 + 20 + 60
-    fuller = layer._replace(standing=200, forward=1, rises=frozenset({(5, 5)}))
-    assert layer.or_more(fuller)[:4] == (200, 50, 20, 10)
+    fuller = layer._replace(standing=200, full=140, forward=1, rises=frozenset({(5, 5)}))
+    assert layer.or_more(fuller)[:5] == (200, 140, 50, 20, 10)
     assert layer.or_more(fuller).rises == rises | {(5, 5)}

@@ -65,12 +65,12 @@ class Sweep:
 
     def within(self, budgets: Collection[int]) -> list[BudgetRow]:
         """Of those budgets that the step can be run in."""
-        least = max(floor(self._plain.moments)[0], self._states.step_peak)
+        least = max(floor(self._plain.moments), self._states.step_peak)
         return [self._within(each) for each in sorted(budgets) if each >= least]
 
     def budgets(self) -> list[int]:
         """From the least possible one to what is enough to move nothing."""
-        least = max(floor(self._plain.moments)[0], self._states.step_peak)
+        least = max(floor(self._plain.moments), self._states.step_peak)
         most = max(self._plain.moments.full) + self._states.total
         return sorted({least + (most - least) * k // (_POINTS - 1) for k in range(_POINTS)})
 

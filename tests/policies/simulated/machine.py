@@ -132,7 +132,8 @@ class Block(Placed):
 class Machine:
     """Runs steps under a policy. Memory is counted when work is issued; time passes on three queues.
 
-    capacity: bytes of the device; an early reload beyond it is refused. host: bytes of the host tier.
+    capacity: bytes of the device; an early reload beyond it is refused. host: bytes of the host tier,
+    which may be changed between steps.
     fragments: bytes that lie between others. gathers: the policy says how many bytes of blocks it is told of
     together, as a PlannedPolicy does in any case.
     noise: each time of compute and of copies is off by up to this share.
@@ -156,7 +157,7 @@ class Machine:
         self.blocks = self.places.by_key
         policy.follow(self.places)
         self._capacity = capacity
-        self._host = host
+        self.host = host
         self._fragments = fragments
         self._noise = noise
         self._rng = random.Random(seed)
@@ -383,7 +384,7 @@ class Machine:
                 self.places.move(block, Place.LEAVING)
                 block.backup = False
             elif block.place is Place.DEVICE:
-                if self._host is not None and self.on_host + block.nbytes > self._host:
+                if self.host is not None and self.on_host + block.nbytes > self.host:
                     self._refuse(Offload(key))
                     continue
                 going.append(block)

@@ -231,5 +231,5 @@ def profile(step: Step) -> Profile:
 
 def budget_between(step: Profile, share: float) -> int:
     """A budget so far on the way from the least possible, 0, to all that the step takes without offloading, 1."""
-    least, _, _ = floor(step.moments)
+    least = floor(step.moments)
     return least + int((max(step.moments.full) - least) * share)

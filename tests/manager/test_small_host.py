@@ -1,0 +1,77 @@
+"""A host that cannot hold all that has to leave: layers are computed again for what finds no room there."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.peak import Peak
+from examples.gpt import GPT
+from tiered_mem import TieringManager
+
+STEPS = 16
+
+
+def training(device: str) -> tuple[GPT, torch.Tensor, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = GPT(layers=8, width=64, heads=2, context=128).to(device)
+    tokens = torch.randint(0, 255, (8, 128)).to(device)
+    return model, tokens, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(
+    model: GPT, tokens: torch.Tensor, optimizer: torch.optim.Optimizer, device_module: ModuleType
+) -> tuple[list[float], list[int]]:
+    """The loss and the peak of each step."""
+    losses, peaks = [], []
+    for _ in range(STEPS):
+        device_module.synchronize()
+        most = Peak(device_module)
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        peaks.append(most.read())
+        del loss
+    return losses, peaks
+
+
+def tiered(
+    device: str, device_module: ModuleType, share: float, of_lacking: float, **options: Any
+) -> tuple[TieringManager, list[int], int, int]:
+    """Trains within so much of the memory that the plain step adds, and a host for so much of what has to leave.
+
+    The manager, the peaks, the budget, and the plain steps' peak.
+    """
+    model, tokens, optimizer = training(device)
+    before = device_module.memory_allocated()
+    losses, plain = train(model, tokens, optimizer, device_module)
+    expected = [parameter.detach().cpu() for parameter in model.parameters()]
+    del model, tokens, optimizer
+    model, tokens, optimizer = training(device)
+    most = max(plain) - before + device_module.memory_allocated()
+    budget = int(before + share * (max(plain) - before))
+    host = int(of_lacking * (max(plain) - budget))
+    with (
+        TieringManager(policy="auto", device_budget=budget, device=device, host_bytes=host, **options) as manager,
+        manager.attach(model, min_bytes=4096),
+    ):
+        again, peaks = train(model, tokens, optimizer, device_module)
+    assert again == losses
+    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(model.parameters(), expected, strict=True))
+    return manager, peaks, budget, most
+
+
+@pytest.mark.parametrize("of_lacking", [0.1, 0.5, 0.9])
+def test_layers_are_computed_again_in_place_of_what_finds_no_room(
+    of_lacking: float, device: str, device_module: ModuleType
+) -> None:
+    manager, peaks, budget, plain = tiered(device, device_module, 0.5, of_lacking)
+    assert max(peaks[-4:]) <= budget
+    assert max(peaks) <= plain, "no trial takes what the plain step does not"
+    report = manager.report()
+    assert any(each.how == "full" for each in report.treatments)
