@@ -200,8 +200,8 @@ class _Search:
                 self._exact[point] = made.seconds + beside.seconds
             except BudgetTooSmall as error:
                 self._failed = error.with_traceback(None)  # whose frames have all that is under way, and this
-                lacking = step.profile.compute + (error.floor - error.budget) / self._link.out
-                self._exact[point] = _IMPOSSIBLE * lacking if error.without_room else inf
+                cost = _IMPOSSIBLE * self._ways.steps[None].profile.compute * error.floor / error.budget
+                self._exact[point] = cost if error.without_room else inf
         return self._exact[point]
 
     def _choice(self, point: _Point) -> Choice:
@@ -253,6 +253,7 @@ class Outline:
         self._group = [n for n in self._group for _ in range(fine)]
         self.moments = len(self._group)
         self._stretches = {way: _stretches(step, ways.steps[None], parts, fine) for way, step in ways.steps.items()}
+        self._plain = ways.steps[None].profile.compute
         self._begin = ways.steps[None].standing[0]
         kinds = [of and of[0] for of in (ways.layers[row[0]] for row in parts) for _ in range(fine)]
         self._backward = kinds.index("backward") if "backward" in kinds else len(kinds)
@@ -285,7 +286,7 @@ class Outline:
         backward = sum([moment.seconds for moment in moments[self._backward :]])
         away = max([stretch[1] for stretch in stretches], default=0)
         link, late, after = self._states.left(self._link, forward, backward, away, kept)
-        impossible = max(lacking, below) / link.out + (forward + backward if below > 0 else 0)
+        impossible = lacking / link.out + (self._plain * (1 + below / max(1, budget)) if below > 0 else 0.0)
         return least_time(stretches, later, link) + late + after + _IMPOSSIBLE * impossible
 
 

@@ -259,7 +259,8 @@ class Repertoire:
         """The rates and sizes that decide how layers are treated best."""
         states = self.states
         link, sizes = self.link, (self.budget, states.total, *states.crossing(0))
-        return link.out, link.back, inf if link.room is None else float(link.room), *map(float, sizes)
+        little = 0.0 if link.room is None else 1 / (1 + link.room)  # comparable, as endless room is not
+        return link.out, link.back, little, *map(float, sizes)
 
     @staticmethod
     def nearby(ratio: float, more: int) -> Variant:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from ..actions import How
@@ -166,7 +166,8 @@ class Treatments:
             course.plain, course.inputs, course.more, course.moved = known, self._inputs, 0, False
             course.backwards = _recorded(known, Variant()).backwards()
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
-            course.ways[course.trying] = known, course.inputs / max(1, self._inputs)
+            ratio = course.inputs / max(1, self._inputs)
+            course.ways[course.trying] = known, ratio, frozenset(self._treated)
             self._next(course)
         elif known.choice == course.choice:
             course.stitched = False
@@ -273,7 +274,7 @@ class Treatments:
         course.expected = ways.stitched(course.choice).profile.compute
         repertoire = self._repertoire
         try:
-            layers = sorted({layer for known, _ in course.ways.values() for layer in known.choice})
+            layers = sorted({layer for *_, treated in course.ways.values() for layer in treated})
             chosen = choose(ways, repertoire.room, repertoire.link, repertoire.states, layers, now=course.choice)
         except BudgetTooSmall as error:
             _log.info("layers are treated as before: %s", str(error))
@@ -297,7 +298,7 @@ class _Course:
     called: those that each layer was called with, at most. held: of these what is kept only where the layer is
     computed again, as it does not save it.
     backwards: of its layers. layers: for each way those that can be tried in it. ways: the steps in which all
-    of these are treated so, and how much longer the plain one is.
+    of these were to be treated so, how much longer the plain one is, and which of them were.
     kept: of each layer that had a trial in the way that is tried now, the bytes of the blocks that it had then.
     results: of each that had one as "full", what "cheap" would keep, and at most beside what it saves.
     trying: what is tried now. left: what is to be tried after it. tries: the steps since then without a trial.
@@ -318,7 +319,7 @@ class _Course:
     backwards: dict[int, Backward] = field(default_factory=dict)
     layers: dict[How, list[int]] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
-    ways: dict[How, tuple[Known, float]] = field(default_factory=dict)
+    ways: dict[How, tuple[Known, float, frozenset[int]]] = field(default_factory=dict)
     results: dict[int, tuple[int, int]] = field(default_factory=dict)
     trying: How | None = None
     left: list[How] = field(default_factory=list)
@@ -378,8 +379,8 @@ class _Course:
         if self.plain is None:
             return None
         steps: dict[Way, RecordedStep] = {None: _recorded(self.plain, Variant(1.0, self.more))}
-        for how, (known, ratio) in self.ways.items():
-            step = _recorded(known, Variant(ratio))
+        for how, (known, ratio, treated) in self.ways.items():
+            step = replace(_recorded(known, Variant(ratio)), treated=treated)
             if step.layers == steps[None].layers:
                 steps[how] = step
             else:

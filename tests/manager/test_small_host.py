@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -11,13 +10,32 @@ import torch
 from benchmarks.peak import Peak
 from examples.gpt import GPT
 from tiered_mem import TieringManager
+from tiered_mem.sizes import format_bytes
 
 STEPS = 16
 
 
-def training(device: str) -> tuple[GPT, torch.Tensor, torch.optim.Optimizer]:
+class Counting(torch.nn.Module):
+    """Counts its calls in a buffer, and so is never computed again."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
+def training(device: str, *, counting: int = 0) -> tuple[GPT, torch.Tensor, torch.optim.Optimizer]:
+    """counting: so many of the eight layers."""
     torch.manual_seed(0)
-    model = GPT(layers=8, width=64, heads=2, context=128).to(device)
+    model = GPT(layers=8, width=64, heads=2, context=128)
+    for number in range(counting):
+        model.layers[number] = Counting(model.layers[number])
+    model.to(device)
     tokens = torch.randint(0, 255, (8, 128)).to(device)
     return model, tokens, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -41,23 +59,23 @@ def train(
 
 
 def tiered(
-    device: str, device_module: ModuleType, share: float, of_lacking: float, **options: Any
+    device: str, device_module: ModuleType, share: float, of_lacking: float, *, counting: int = 0
 ) -> tuple[TieringManager, list[int], int, int]:
     """Trains within so much of the memory that the plain step adds, and a host for so much of what has to leave.
 
     The manager, the peaks, the budget, and the plain steps' peak.
     """
-    model, tokens, optimizer = training(device)
+    model, tokens, optimizer = training(device, counting=counting)
     before = device_module.memory_allocated()
     losses, plain = train(model, tokens, optimizer, device_module)
     expected = [parameter.detach().cpu() for parameter in model.parameters()]
     del model, tokens, optimizer
-    model, tokens, optimizer = training(device)
+    model, tokens, optimizer = training(device, counting=counting)
     most = max(plain) - before + device_module.memory_allocated()
     budget = int(before + share * (max(plain) - before))
     host = int(of_lacking * (max(plain) - budget))
     with (
-        TieringManager(policy="auto", device_budget=budget, device=device, host_bytes=host, **options) as manager,
+        TieringManager(policy="auto", device_budget=budget, device=device, host_bytes=host) as manager,
         manager.attach(model, min_bytes=4096),
     ):
         again, peaks = train(model, tokens, optimizer, device_module)
@@ -75,3 +93,12 @@ def test_layers_are_computed_again_in_place_of_what_finds_no_room(
     assert max(peaks) <= plain, "no trial takes what the plain step does not"
     report = manager.report()
     assert any(each.how == "full" for each in report.treatments)
+
+
+def test_where_too_few_layers_can_be_computed_again_the_report_says_what_is_missing(
+    device: str, device_module: ModuleType
+) -> None:
+    manager, peaks, budget, plain = tiered(device, device_module, 0.3, 0.1, counting=6)
+    assert budget < max(peaks[-4:]) < 0.95 * max(peaks) <= plain, "the two that can be still are"
+    told = str(manager.report())
+    assert f"{format_bytes(max(peaks[-4:]) - budget)} more of host_bytes, or a spill_dir" in told

@@ -11,6 +11,8 @@ from tests.policies.planned import gpt
 from tests.policies.simulated.machine import Machine
 from tests.policies.simulated.random_steps import KINDS, LINK, MIB
 from tests.policies.simulated.steps import budget_between, profile
+from tests.policies.simulated.treated import decoder
+from tests.policies.test_treatments import Training
 from tiered_mem.policies import PlannedPolicy
 from tiered_mem.policies.planning import BudgetTooSmall, Link, Plan, Profile, plan
 from tiered_mem.policies.planning.report import Overrun, OverrunCause
@@ -97,3 +99,15 @@ def test_a_host_that_grows_is_used() -> None:
     peaks = [machine.run(step).peak for _ in range(20)]
     assert max(peaks[-2:]) <= budget
     assert "host_bytes" not in str(policy.report())
+
+
+def test_layers_are_computed_again_once_the_host_has_less_room() -> None:
+    training = Training(decoder(8), 0.5, link=Link(1e12, 1e12))
+    full = max(training.model.recorded().profile.full)
+    assert max(training.step().peak for _ in range(20)) <= training.budget
+    assert training.treated == [{}] * 20, "nothing waits"
+    training.machine.host = (full - training.budget) // 2
+    peaks = [training.step().peak for _ in range(24)]
+    assert training.budget < max(peaks) <= full
+    assert max(peaks[-12:]) <= training.budget
+    assert training.treated[-1]
