@@ -179,7 +179,7 @@ class Treatments:
         already, it is to take no more than it does.
         """
         room, below = self._repertoire.room, self._repertoire.link.room
-        room -= room // TRIED
+        room -= room // TRIED + self._repertoire.states.planned
         spare: float = inf  # for what trials keep beside what the layers save
         if course.plain is not None and below is not None:
             full = max(course.plain.profile.full) + course.more
@@ -262,6 +262,8 @@ class Treatments:
             course.layers[how] = sorted({*before, *self._with_room(course, how)})
             if len(course.layers[how]) > len(before):
                 course.trying = how
+        # What states have of the budget is room for trials, and is shared out anew after them.
+        self._repertoire.states.target = None if course.trying is None else 0
         if course.trying is None:
             course.done = True
             self._choose(course, WORTH)

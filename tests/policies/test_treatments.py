@@ -165,6 +165,35 @@ def test_a_layer_that_cannot_be_computed_again_keeps_all() -> None:
     assert training.settled() < 0.97 * moving.settled()
 
 
+class WithStates(Training):
+    """Beside optimizer states, of which as many are on the device as the policy wants there."""
+
+    def __init__(self, model: Model, share: float, nbytes: int) -> None:
+        super().__init__(model, share)
+        self.states = self.machine.policy.states  # type: ignore[attr-defined]
+        self.states.total = nbytes
+
+    def step(self, step: Step | None = None) -> Outcome:
+        wanted = self.states.planned
+        self.machine.allocate(wanted - self.states.kept)
+        self.states.kept = wanted
+        return super().step(step)
+
+
+@pytest.mark.parametrize("nbytes", [256 << 20, 512 << 20, 1024 << 20])
+def test_optimizer_states_leave_room_for_trials_and_come_back(nbytes: int) -> None:
+    training = WithStates(decoder(LAYERS), 0.75, nbytes)
+    kept, peaks = [], []
+    for _ in range(2 * SETTLED):
+        peaks.append(training.step().peak)
+        kept.append(training.states.kept)
+    assert max(peaks) <= training.budget
+    first = next(number for number, treated in enumerate(training.treated) if treated)
+    assert min(kept[1 : first - 1]) > 0
+    assert kept[first - 1 : first + 1] == [0, 0], "a step of trials, and one that is recorded"
+    assert kept[-1] > 0
+
+
 def test_a_shorter_step_that_need_not_wait_keeps_all() -> None:
     training = Training(decoder(LAYERS), 0.5)
     training.settled()
