@@ -173,7 +173,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--steps", type=int, default=15, help='of policy="auto", of which the last one counts')
+    parser.add_argument("--steps", type=int, default=20, help='of policy="auto", of which the last one counts')
     parser.add_argument("--chip", default="910b3", help="a name or file, as --clock of ascend_emulator takes it")
     parser.add_argument("--processes", type=int, default=2, help="how many ways are measured at a time")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file for all figures")
