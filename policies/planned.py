@@ -156,7 +156,7 @@ class PlannedPolicy(Policy):
         self._most = 0  # bytes of the device in this step, and of these the blocks; nothing of it while it is below
         self._most_blocks = 0  # the budget
         self._most_through = 0  # the uses by then, if backward was through
-        self._without_room = 0  # of these, those that found no room where they were to go
+        self._without_room = 0  # of the blocks, those that found no room on the host
         self._kept = 0  # of optimizer states, when the step began
         self._settled_then = True  # whether they were settled by then
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
@@ -245,7 +245,7 @@ class PlannedPolicy(Policy):
             case StepEnd(_, stayed):
                 self._end(stayed)
             case StepMeasured(step, seconds, stalls):
-                if self._repertoire.rates.see(event.out, event.back, event.both) | self._repertoire.has_more_room():
+                if self._repertoire.rates.see(event.out, event.back, event.both) | self._repertoire.see_host():
                     self._repertoire.replan()
                     self._patience = _PATIENCE
                 ended = self._ended.pop(step, None)

@@ -269,23 +269,22 @@ class Outline:
 
         kept: of the budget, the bytes of optimizer states.
         """
-        budget, room = budget - kept, self._link.room
+        budget -= kept
         moments = [self._stretches[None if n is None else ways[n]][k] for k, n in enumerate(self._group)]
         later = sum([moment.used for moment in moments])
         level = standing = self._begin
-        lacking = below = 0
+        lacking = 0
         stretches = []
         for seconds, change, high, stands, least, saved, used in moments:
             stretches.append((seconds, level + high - budget, saved, used))
             lacking = max(lacking, standing + least - budget)
-            if room is not None:
-                below = max(below, level + high - budget - room)
             level += change
             standing += stands
         forward = sum([moment.seconds for moment in moments[: self._backward]])
         backward = sum([moment.seconds for moment in moments[self._backward :]])
         away = max([stretch[1] for stretch in stretches], default=0)
         link, late, after = self._states.left(self._link, forward, backward, away, kept)
+        below = 0 if link.room is None else away - link.room  # what finds no room
         impossible = lacking / link.out + (self._plain * (1 + below / max(1, budget)) if below > 0 else 0.0)
         return least_time(stretches, later, link) + late + after + _IMPOSSIBLE * impossible
 

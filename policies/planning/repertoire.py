@@ -347,7 +347,7 @@ class Repertoire:
         if self.rates.found_full(away):
             self.replan()
 
-    def has_more_room(self) -> bool:
+    def see_host(self) -> bool:
         """Whether the host tier holds more than when it was found full. How much shows when it is again."""
         held = self._held
         if self.link.room is None or held is None or ((now := self._host) is not None and now <= held):

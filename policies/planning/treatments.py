@@ -178,17 +178,15 @@ class Treatments:
         What finds no room below stays on the device meanwhile. Where a step takes more than the budget by that
         already, it is to take no more than it does.
         """
-        room, below = self._repertoire.room, self._repertoire.link.room
-        room -= room // TRIED + self._repertoire.states.planned
-        spare: float = inf  # for what trials keep beside what the layers save
-        if course.plain is not None and below is not None:
-            full = max(course.plain.profile.full) + course.more
-            room = max(room, full - below)
-            spare = room + below - full
+        repertoire = self._repertoire
+        below = inf if repertoire.link.room is None else repertoire.link.room
+        full = course.more + (0 if course.plain is None else max(course.plain.profile.full))
+        room = max(repertoire.room - repertoire.room // TRIED - repertoire.states.planned, full - below)
+        spare = room + below - full  # for what trials keep beside what the layers save
         found = []
         for layer, backward in sorted(course.backwards.items()):
             trial = layer not in course.kept
-            least = backward.standing if below is None else max(backward.standing, backward.full - below)
+            least = max(backward.standing, backward.full - below)
             if how == "cheap" and trial:
                 spare -= course.results.get(layer, (backward.saved, 0))[0]
             if spare >= 0 and least + course.more + course.coming(layer, how, trial=trial) <= room:
