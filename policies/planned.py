@@ -212,7 +212,7 @@ class PlannedPolicy(Policy):
                 self._decided()
             if of_layer:
                 answer = [*of_layer, *answer]
-            elif type(event) is LayerBegin and not event.backward and (layers := player.sure_layers()):
+            elif type(event) is LayerBegin and not event.backward and (layers := player.sure_layers(event.layer)):
                 answer = (Keep(event.layer, layers),)
         else:
             answer = self._note(event)

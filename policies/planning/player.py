@@ -246,9 +246,10 @@ class Player:
             layer = table.layer_bytes if spare * _AMPLE >= taken else 0
             self._rest = Rest(table.recording, table.plan.peak + spare // 2, memory, layer)
 
-    def sure_layers(self) -> int:
-        """So many of the layers that begin now need not save blocks."""
-        return 0 if self._rest is None else self._rest.sure_layers()
+    def sure_layers(self, layer: int) -> int:
+        """So many of the layers that begin now, this one first, need not save blocks. Those of a forward's first
+        layer do: by them the manager knows that it waits for its backward."""
+        return self._rest.sure_layers() if layer and self._rest is not None else 0
 
     def spill(self, nbytes: int) -> list[Action]:
         """Sends so many bytes of the host on to disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,10 @@ from tests.conftest import Link
 from tiered_mem import TieringManager
 from tiered_mem.choose_policy import PolicyChoice
 from tiered_mem.device.device import Device
-from tiered_mem.policies import LayerOrderPolicy, LRUPolicy, PlannedPolicy
+from tiered_mem.policies import Event, LayerOrderPolicy, LRUPolicy, PlannedPolicy
 from tiered_mem.policies import Link as LinkRates
+from tiered_mem.policies.actions import Advice
+from tiered_mem.policies.base import StepBegin
 from tiered_mem.policies.planning import BudgetTooSmall
 
 STEPS = 5
@@ -254,3 +257,28 @@ def test_lru_by_its_name_keeps_a_quarter_of_the_device(device: str, device_modul
     made = PolicyChoice("lru", None, None).on(Device(device), None)
     assert vars(made) == vars(LRUPolicy(total // 4))
     assert vars(PolicyChoice("lru", None, None).on(Device("cpu"), None)) == vars(LRUPolicy())
+
+
+class CountingSteps(PlannedPolicy):
+    """steps: how many have begun."""
+
+    steps = 0
+
+    def decide(self, event: Event) -> Sequence[Advice]:
+        self.steps += isinstance(event, StepBegin)
+        return super().decide(event)
+
+
+def test_a_step_with_several_forwards_under_way_is_one_where_all_has_room(device: str) -> None:
+    """As a pipeline's are: the next forward begins when the first backward is over."""
+    model, x = make(device)
+    policy = CountingSteps("4GiB", LinkRates(1e9, 1e9))
+    with TieringManager(policy=policy, device=device) as manager, manager.attach(model, min_bytes="1KiB"):
+        for _ in range(8):
+            under_way = [model(x).pow(2).mean() for _ in range(3)]
+            for _ in range(3):
+                under_way.pop(0).backward()
+                under_way.append(model(x).pow(2).mean())
+            while under_way:
+                under_way.pop(0).backward()
+        assert policy.steps == 8

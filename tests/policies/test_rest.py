@@ -11,7 +11,16 @@ import pytest
 from tests.policies.planned import gpt
 from tests.policies.simulated.machine import Machine, Outcome
 from tests.policies.simulated.random_steps import LINK, MIB
-from tests.policies.simulated.steps import Allocate, Compute, Step, budget_between, profile
+from tests.policies.simulated.steps import (
+    Allocate,
+    Compute,
+    Op,
+    Step,
+    budget_between,
+    build,
+    one_forward_one_backward,
+    profile,
+)
 from tiered_mem.policies import Event, ForwardEnd, LayerBegin, ManualPolicy, PlannedPolicy, Saved
 from tiered_mem.policies.base import ExactMemory, LayerMemory, Memory, OnRequest, Used
 
@@ -36,12 +45,12 @@ class Asking(PlannedPolicy):
         return sum(kind in asks for asks in asked) / len(asked)
 
 
-def settled(share: float) -> tuple[Asking, Machine, int]:
-    budget = budget_between(profile(STEP), share)
+def settled(share: float, step: Step = STEP) -> tuple[Asking, Machine, int]:
+    budget = budget_between(profile(step), share)
     policy = Asking(budget)
     machine = Machine(policy, LINK)
     for _ in range(6):
-        machine.run(STEP)
+        machine.run(step)
     return policy, machine, budget
 
 
@@ -91,6 +100,18 @@ def test_where_there_is_half_as_much_room_again_layers_are_left_to_autograd() ->
     assert layers_told(outcome) == {0}  # by whose blocks the step is known
     assert not machine.blocks
     assert outcome.peak == Machine(ManualPolicy(), LINK).run(STEP).peak
+
+
+def test_each_graph_of_a_step_is_known_by_the_blocks_of_its_first_layer() -> None:
+    """Or the step would seem over when the first one's are gone."""
+    layer = [Op((1e-3, 2e-3), [4 * MIB], (4 * MIB, 4 * MIB)) for _ in range(3)]
+    step = build([layer] * 6, [0] * 6, one_forward_one_backward(6, 3))
+    _, machine, _ = settled(2.0, step)
+    outcome = machine.run(step)
+    told = {(event.graph, event.layer) for event, _ in outcome.log if isinstance(event, Saved)}
+    graphs = {graph for graph, _ in told}
+    assert len(graphs) == 6
+    assert told == {(graph, 0) for graph in graphs}
 
 
 def test_with_less_room_all_that_layers_save_are_blocks() -> None:
