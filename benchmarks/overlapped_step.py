@@ -15,9 +15,9 @@ from the drive and written to it besides, by a thread of its own. Where others w
 
 In each round everyone takes some steps in a row, in an order that is another each time, and ends when all that they
 began has. A step is that time over their number; beyond is what it takes more than the plain one of the same round.
-What is told are medians. The first round, in which states are made, does not count. With overlap="forward" a round's
-last step has no forward beside it: what waits then is stepped as the round ends, and nothing hides it. All start
-from the same parameters and have the same data, and have to end with the same parameters, to the last bit.
+What is told are medians. The first round, in which states are made, does not count. With overlap="forward" the last
+step of a round has no forward beside it: what waits then is stepped as the round ends, and nothing hides it. All
+start from the same parameters and have the same data, and have to end with the same parameters, to the last bit.
 """
 
 from __future__ import annotations
