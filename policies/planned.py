@@ -160,7 +160,9 @@ class PlannedPolicy(Policy):
         self._kept = 0  # of optimizer states, when the step began
         self._settled_then = True  # whether they were settled by then
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
-        self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
+        # By how much the last of these were above all before, and took more than what plans may.
+        self._grown: deque[int] = deque(maxlen=_VARYING)
+        self._above: deque[int] = deque(maxlen=_VARYING)
         self._reserve = 0  # what plans leave free for the next
         self._untimed = 0  # steps since the last that was timed
         self._patience = _PATIENCE
@@ -375,11 +377,13 @@ class PlannedPolicy(Policy):
         """Learns from a step whose blocks had other sizes what such steps take at most, and what to leave free."""
         self._varying += 1
         self._player.varying = 0
+        self._above.append(step.peak - self._repertoire.room if step.table is not None else 0)
         if step.exact and step.known is not None and not step.deviates:
             self._grown.append(self._repertoire.grow(step.known, step.variant, step.recording))
         reserve = int(_RESERVE * self._budget)
         if len(self._grown) == _VARYING:
-            reserve = min(reserve, max(int(_LEAST_RESERVE * self._budget), max(self._grown) * 2))
+            grown = max(self._grown)
+            reserve = min(reserve, max(int(_LEAST_RESERVE * self._budget), grown + max(grown, *self._above)))
         if reserve != self._reserve:
             self._reserve = reserve
             self._leave_out(self._given - self._budget)

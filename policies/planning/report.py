@@ -156,11 +156,7 @@ class Account:
     """
 
     def __init__(
-        self,
-        repertoire: Repertoire,
-        given: int,
-        states: StatesShare,
-        tried: Callable[[], Tried] | None,
+        self, repertoire: Repertoire, given: int, states: StatesShare, tried: Callable[[], Tried] | None
     ) -> None:
         self._repertoire = repertoire
         self._given = given
