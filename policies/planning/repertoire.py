@@ -285,6 +285,8 @@ class Repertoire:
         if self.states.total and (self.states.target is None or not self.states.fit(self.room)):
             self.states.target = None
             self.replan()
+        if variant.more < 0 and self.apart(variant.more):
+            variant = variant._replace(more=0)  # what is not there when it begins may come in the midst of it
         made = known.tables.get(variant)
         if made is None:
             profile = known.profile if variant == _RECORDED else known.profile.scaled(*variant)

@@ -459,3 +459,21 @@ def test_they_leave_once_the_host_has_room() -> None:
     machine = Widened(policy, LINK, host=64 * MIB)
     assert machine.run(step).peak > 2 * budget
     assert max(machine.levels[3:]) <= budget
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4])
+@pytest.mark.parametrize("place", [0.3, 0.5, 0.6])
+def test_what_a_step_begins_without_may_come_in_its_midst(share: float, place: float) -> None:
+    """As gradients do, where those of the step before it have gone by then."""
+    step = gpt(layers=12)
+    others = 128 * MIB
+    budget = budget_between(profile(step), share) + others
+    machine = Machine(PlannedPolicy(budget, LINK, recompute=False), LINK)
+    machine.allocate(others)
+    for _ in range(3):
+        machine.run(step)
+    machine.allocate(-others)
+    middle = int(place * len(step.code))
+    outcome = machine.run(Step(step.blocks, [*step.code[:middle], Allocate(others), *step.code[middle:]]))
+    assert outcome.peak <= budget
+    assert machine.run(step).peak <= budget

@@ -265,12 +265,7 @@ def _measured(paths: Sequence[Path], nbytes: int, advance: Callable[[int], None]
 
 
 def _rates(link: Link) -> Found:
-    return {
-        "write": link.out / 1e9,
-        "read": link.back / 1e9,
-        "both": _together(link),
-        "latency": link.latency,
-    }
+    return {"write": link.out / 1e9, "read": link.back / 1e9, "both": _together(link), "latency": link.latency}
 
 
 def _together(link: Link) -> float:
