@@ -11,9 +11,9 @@ Tests must fail for each. A mutant is a copy of the repository with one change:
   it, and of what it calls;
 - the manager's turn is not taken, or not given, or what was dropped meanwhile is not given up;
 - ranks that share do not exclude each other, or take the dead for alive;
-- a planned policy does not keep its budget where a step is not as planned; its planner does not know when copies
-  end, or brings a block back before others that are used earlier; or nobody expects what comes at once when a layer
-  is computed again.
+- a planned policy does not keep its budget where a step is not as planned, or expects less than the recorded one
+  had where a step begins with less; its planner does not know when copies end, or brings a block back before others
+  that are used earlier; or nobody expects what comes at once when a layer is computed again.
 
 Those without a mark are left out unless --marks is given: test_interrupt_sweep.py, which has to find them, shows in
 one run that it would fail without any one of the marks.
@@ -104,10 +104,11 @@ PLANS = {
     "_guard": "[]",
     "_expected": "{2}",
     "_with_room": "sorted({0}.backwards)",
+    "_replace": "variant",
 }
 PLANNING = [
     *code("planner", "copies", folder="policies/planning/"),
-    *code("player", "treatments", folder="policies/planning/"),
+    *code("player", "treatments", "repertoire", folder="policies/planning/"),
 ]
 TURN_TESTS = [
     *found_by("manager", folder="manager/"),
