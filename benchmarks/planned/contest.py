@@ -31,8 +31,6 @@ _HOST_BYTES = "500GiB"
 # two are alike, it takes some more to know what they are like.
 _BEGINNING = 12
 _BEGINNING_VARIED = 40
-# Then so many steps count. Of these the policy may time one, which takes longer.
-_COUNTED = 4
 _MOST_IN_FLIGHT = 3
 _TRYING = 14  # steps until all ways to treat layers were tried
 _AMPLE = 4  # times the peak of the plain step
@@ -142,7 +140,7 @@ class Contest:
         """In a training that begins."""
         self._used = None  # its memory would count
         beginning = _BEGINNING if len(self._plain_steps) == 1 else _BEGINNING_VARIED
-        return _of(self._make(), "auto", budget=budget, beginning=beginning, counted=_COUNTED)
+        return _of(self._make(), "auto", budget=budget, beginning=beginning)
 
     def _treated(self, training: Training, number: int) -> Ways | None:
         """A step with all its layers treated in each way, if they can be."""
@@ -166,7 +164,6 @@ def _of(
     *,
     beginning: int,
     ending: int = 0,
-    counted: int | None = None,
     budget: int | None = None,
     setting: str = "",
 ) -> Measured:
@@ -176,7 +173,7 @@ def _of(
         )
         stack.enter_context(manager)
         stack.enter_context(manager.attach(training.model))
-        found = _steps(training, beginning, setting, counted)
+        found = _steps(training, beginning, setting)
         for number in range(training.kinds, training.kinds + ending):
             training.step(number)
     del training
@@ -184,20 +181,20 @@ def _of(
     return found
 
 
-def _steps(training: Training, beginning: int = 1, setting: str = "", counted: int | None = None) -> Measured:
+def _steps(training: Training, beginning: int = 1, setting: str = "") -> Measured:
     """Makes steps, each from an idle device to an idle device.
 
-    beginning: of these, how many do not count. counted: how many do; None is one of each kind.
+    beginning: of these, how many do not count.
     """
     seconds = []
     peak = 0
-    for number in (*range(-beginning, 0), *range(counted or training.kinds)):
+    for number in (*range(-beginning, 0), *range(training.kinds)):
         torch.npu.synchronize()
         taken = Peak(torch.npu)
         began = ascend_emulator.now()
-        training.step(number if number < 0 else number % training.kinds)
+        training.step(number)
         torch.npu.synchronize()
         seconds.append(ascend_emulator.now() - began)
         peak = max(peak, taken.read())
-    timed = seconds[beginning:]
-    return Measured(sum(timed) / len(timed), peak, seconds[0], setting)
+    counted = seconds[beginning:]
+    return Measured(sum(counted) / len(counted), peak, seconds[0], setting)
