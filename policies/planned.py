@@ -160,9 +160,8 @@ class PlannedPolicy(Policy):
         self._kept = 0  # of optimizer states, when the step began
         self._settled_then = True  # whether they were settled by then
         self._varying = 0  # steps that had blocks of other sizes than the recorded one
-        # By how much the last of these were above all before, and took more than what plans may.
-        self._grown: deque[int] = deque(maxlen=_VARYING)
-        self._above: deque[int] = deque(maxlen=_VARYING)
+        self._grown: deque[int] = deque(maxlen=_VARYING)  # by how much the last of these were above all before
+        self._above: deque[int] = deque(maxlen=_VARYING)  # and above what their plans might take
         self._reserve = 0  # what plans leave free for the next
         self._untimed = 0  # steps since the last that was timed
         self._patience = _PATIENCE

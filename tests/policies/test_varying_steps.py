@@ -21,21 +21,17 @@ def test_a_step_whose_blocks_vary_keeps_the_budget_from_the_first_on() -> None:
     step = gpt(layers=12)
     known = profile(step)
     budget = plan(known, budget_between(known, 0.2), LINK).peak  # of which nothing is left over
-    more = budget // 150
     blocks = [replace(block, nbytes=block.nbytes + (b % 2 or -1) * 65536) for b, block in enumerate(step.blocks)]
-    code = [replace(each, work=each.work + more) if isinstance(each, Compute) else each for each in step.code]
+    other = fuller(Step(blocks, step.code), budget // 150)
     machine = Machine(PlannedPolicy(budget, LINK), LINK)
     machine.run(step)
     for _ in range(3):
-        assert machine.run(Step(blocks, code)).peak <= budget
+        assert machine.run(other).peak <= budget
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_what_varying_steps_take_at_most_is_planned_for_and_little_more(share: float) -> None:
-    step = gpt(layers=12)
-    policy, budget = planned(step, share)
-    machine = Machine(policy, LINK)
-    machine.run(step)
+    step, machine, budget = recorded(share)
     peaks = [machine.run(varied(step, seed)).peak for seed in range(100, 140)]
     assert max(peaks) <= budget
     assert mean(peaks[20:]) >= 0.988 * budget  # 0.98 with 1 % left free for ever
@@ -44,14 +40,20 @@ def test_what_varying_steps_take_at_most_is_planned_for_and_little_more(share: f
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_what_steps_take_beyond_their_plans_is_left_free_from_then_on(share: float) -> None:
     """Whether or not the fullest of them was recorded, which most are not."""
-    step = gpt(layers=12)
-    policy, budget = planned(step, share)
-    machine = Machine(policy, LINK)
-    machine.run(step)
+    step, machine, budget = recorded(share)
     for seed in range(100, 130):
         machine.run(varied(step, seed))
     peaks = [machine.run(fuller(varied(step, 200 + k), int((0.009 + 0.0007 * k) * budget))).peak for k in range(8)]
     assert sum(peak > budget for peak in peaks) <= 1
+
+
+def recorded(share: float) -> tuple[Step, Machine, int]:
+    """A step that a machine has run once, and the budget."""
+    step = gpt(layers=12)
+    policy, budget = planned(step, share)
+    machine = Machine(policy, LINK)
+    machine.run(step)
+    return step, machine, budget
 
 
 def varied(step: Step, seed: int) -> Step:
