@@ -7,10 +7,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 from .profile import Link, Moments
 
-_OUT, _RELEASE, _RELOAD, _USE = range(4)
+_SAVE, _RELEASE, _RELOAD, _USE = range(4)
+_OUT, _BACK = range(2)
+_NOTHING = 1e-12  # seconds: less than that is an error of rounding
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,8 @@ def predict(
 
     begins: as `copied_from` has it of the blocks that leave; None where no copy begins before its block's save.
 
-    A copy begins when it is issued and those before it in its direction have ended. It has its share of its rate
-    while the other direction is busy with what was issued before; what comes later is left out, so that on a link
-    whose directions share much the step may be longer. What has a copy on the host from an earlier time takes none.
+    A copy begins when it is issued and those before it in its direction have ended. What has a copy on the host
+    from an earlier time takes none.
     """
     clock, nbytes, saved, used = moments.clock, moments.nbytes, moments.saved, moments.used
     returns, by_use, rank = moments.returns, moments.by_use, moments.use_rank
@@ -82,50 +84,84 @@ def predict(
     width = len(nbytes).bit_length()
     mask = (1 << width) - 1
     step = width + 2
-    out, released, back, use = (kind << width for kind in (_OUT, _RELEASE, _RELOAD, _USE))
+    save, released, back, use = (kind << width for kind in (_SAVE, _RELEASE, _RELOAD, _USE))
     if begins is None:
         begins = copied_from(sorted(release), release, moments.earlier, early=False)
-    events = [saved[first] << step | out | b for b, first in begins.items()]
+    events = [saved[first] << step | save | b for b, first in begins.items()]
     events += [g << step | released | b for b, g in release.items()]
     events += [g << step | back | rank[b] for b, g in reload.items() if returns[b]]
     events += [used[b] << step | use | rank[b] for b in reload if returns[b]]
     events.sort()
-    out_rate, back_rate, latency, both = link.out, link.back, link.latency, link.both
-    late = out_free = back_free = 0.0
-    copied = dict.fromkeys(release.keys() - begins.keys(), 0.0)
-    arrived = [0.0] * len(nbytes)
+    out_rate, back_rate, latency = link.out, link.back, link.latency
+    copies = _Copies(link.both)
+    late = 0.0
+    outs, backs = dict.fromkeys(release.keys() - begins.keys(), 0.0), [0.0] * len(nbytes)
     waits: list[PredictedWait] = []
     for event in events:
         g = event >> step
-        now = clock[g] + late
+        copies.go_on(clock[g] + late)
         kind = event >> width & 3
         x = event & mask
-        if kind == _OUT:
-            begin = now if now > out_free else out_free
-            seconds = nbytes[x] / out_rate + latency
-            out_free = begin + seconds if begin >= back_free else _shared(begin, seconds, back_free, both)
-            copied[x] = out_free
+        if kind == _SAVE:
+            outs[x] = copies.begin(_OUT, x, nbytes[x] / out_rate + latency)
         elif kind == _RELOAD:
-            begin = now if now > back_free else back_free
-            seconds = nbytes[by_use[x]] / back_rate + latency
-            back_free = begin + seconds if begin >= out_free else _shared(begin, seconds, out_free, both)
-            arrived[x] = back_free
+            backs[x] = copies.begin(_BACK, x, nbytes[by_use[x]] / back_rate + latency)
         elif kind == _RELEASE:
-            if copied[x] > now:
-                waits.append(PredictedWait(g, x, True, copied[x] - now))
-                late += copied[x] - now
-        elif arrived[x] > now:
-            waits.append(PredictedWait(g, by_use[x], False, arrived[x] - now))
-            late += arrived[x] - now
-    return Prediction(moments.end + late, waits, copied)
+            if seconds := copies.until_end(_OUT, outs[x]):
+                waits.append(PredictedWait(g, x, True, seconds))
+                late += seconds
+        elif seconds := copies.until_end(_BACK, backs[x]):
+            waits.append(PredictedWait(g, by_use[x], False, seconds))
+            late += seconds
+    copies.go_on(inf)
+    return Prediction(moments.end + late, waits, {b: copies.out_ended.get(b, 0.0) for b in release})
 
 
-def _shared(begin: float, seconds: float, other: float, both: float) -> float:
-    """When a copy ends that has only its share of the rate until `other`, when the other direction is idle."""
-    overlap = other - begin
-    if overlap * both >= seconds:
-        return begin + seconds / both
-    return begin + overlap + seconds - overlap * both
+class _Copies:
+    """Copies out and back, one after another in each direction, slower by a share while both directions are busy.
+
+    Work is in the seconds that it takes while the other direction is idle. A copy is known by all the work of its
+    direction that is done when it has ended.
+
+    out_ended: of each copy out that has ended, when that was.
+    """
+
+    def __init__(self, both: float) -> None:
+        self._both = both
+        self._now = 0.0
+        self._left, self._all = [0.0, 0.0], [0.0, 0.0]  # in each direction, what is still to do, and all that was
+        self._outs: deque[tuple[float, int]] = deque()
+        self.out_ended: dict[int, float] = {}
+
+    def go_on(self, now: float) -> None:
+        """It is so late now, in seconds."""
+        if all(self._left) and now > self._now:
+            self._work(min(now - self._now, min(self._left) / self._both), self._both)
+        if any(self._left) and now > self._now:
+            self._work(min(now - self._now, max(self._left)), 1.0)
+        self._now = now
+
+    def _work(self, seconds: float, rate: float) -> None:
+        work = seconds * rate
+        before = self._all[_OUT] - self._left[_OUT]
+        self._left = [left - work if left - work > _NOTHING else 0.0 for left in self._left]
+        while self._outs and self._outs[0][0] <= self._all[_OUT] - self._left[_OUT]:
+            end, block = self._outs.popleft()
+            self.out_ended[block] = self._now + (end - before) / rate
+        self._now += seconds
+
+    def begin(self, direction: int, block: int, seconds: float) -> float:
+        self._left[direction] += seconds
+        self._all[direction] += seconds
+        if direction == _OUT:
+            self._outs.append((self._all[_OUT], block))
+        return self._all[direction]
+
+    def until_end(self, direction: int, copy: float) -> float:
+        """The seconds until a copy ends, if no other one begins."""
+        work = copy - self._all[direction] + self._left[direction]
+        beside = min(work, self._left[1 - direction])
+        return beside / self._both + work - beside if work > _NOTHING else 0.0
 
 
 def latest_reloads(moments: Moments, release: Mapping[int, int], link: Link, lead: float) -> list[int]:

@@ -43,8 +43,9 @@ def test_it_keeps_its_budget(program: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:1].strip())
     assert report["budget"] == "160.0 MiB"
-    planned, measured = (float(each.split()[-3]) for each in report["peak"].split(",")[:2])
-    assert 0 < max(planned, measured) <= 160
+    # Where the machine is fast, the last step is one of those that try, and has no plan.
+    peaks = [float(each.split()[-3]) for each in report["peak"].split(",")[:2]]
+    assert 0 < max(peaks) <= 160
 
 
 def test_a_cpu_trains_all_the_same(program: Path, tmp_path: Path) -> None:
