@@ -1,7 +1,8 @@
-"""Links among the documents lead to files and headings that there are."""
+"""Links among the documents lead to files and headings that there are, and files that they name are there."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ PAGES = sorted(
     ]
 )
 
+NOT_OURS = {"first.py": "what the reader writes", "pretrain_gpt.py": "MindSpeed's"}
+
 
 def headings(page: Path) -> Iterator[str]:
     """As they are linked to."""
@@ -38,6 +41,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), f"{path} is not there"
         assert not heading or heading in set(headings(target)), f"{path} has no #{heading}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.rglob("*.md")], ids=lambda page: page.name)
+def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
+    text = " ".join(page.read_text().split())
+    named = set(re.findall(r"`([\w/]+\.py)`", text)) - NOT_OURS.keys()
+    modules = set(re.findall(r"python -m ((?:benchmarks|tests)[.\w]*\w)", text))
+    missing = [name for name in named if not any(path.match(name) for path in ROOT.glob("[!.]*/**/*.py"))]
+    missing += [name for name in modules if importlib.util.find_spec(name) is None]
+    assert missing == []
 
 
 def test_each_page_is_in_the_index() -> None:
