@@ -370,7 +370,7 @@ class PlannedPolicy(Policy):
         margin = self._least_margin + min(self._overrun_bytes, int(_MOST_MARGIN * self._budget))
         self._player.limit, self._player.margin = self._limit - self.states.kept, margin
         # A step that varies may have what its plan leaves free for that.
-        self._repertoire.replan(self._budget, margin + self._reserve)
+        self._repertoire.replan(self._budget, margin, self._reserve)
 
     def _vary(self, step: StepUnderWay) -> None:
         """Learns from a step whose blocks had other sizes what such steps take at most, and what to leave free."""

@@ -54,7 +54,16 @@ class Chosen:
     before: float
 
 
-def choose(ways: Ways, budget: int, link: Link, states: StatesShare, layers: Sequence[int], now: Choice) -> Chosen:
+def choose(
+    ways: Ways,
+    budget: int,
+    link: Link,
+    states: StatesShare,
+    layers: Sequence[int],
+    now: Choice,
+    *,
+    most: int | None = None,
+) -> Chosen:
     """The treatment of the layers with which the step is the shortest, with the plan that it then has.
 
     Blocks that are kept may still leave, in copies that hide behind compute, as far as they do. Layers that are
@@ -65,10 +74,11 @@ def choose(ways: Ways, budget: int, link: Link, states: StatesShare, layers: Seq
     a coarse and by a fine estimate: where memory is short, either may miss what the other finds. Where plans take
     longer than their estimates, as where several microbatches are under way, it searches behind slower links too.
     layers: the numbers of those that may be treated. now: how they are treated before that.
+    most: the bytes that there are where more than the budget is needed whatever leaves; None is no more.
     Where each choice needs more room below than there is, it is the one that lacks the least. Raises BudgetTooSmall
     where no choice keeps the budget else.
     """
-    return _Search(ways, budget, link, states, layers).best(now)
+    return _Search(ways, budget, link, states, layers, budget if most is None else most).best(now)
 
 
 class _Point(NamedTuple):
@@ -82,9 +92,12 @@ _Cost = Callable[[_Point], float]
 
 
 class _Search:
-    def __init__(self, ways: Ways, budget: int, link: Link, states: StatesShare, layers: Sequence[int]) -> None:
+    def __init__(
+        self, ways: Ways, budget: int, link: Link, states: StatesShare, layers: Sequence[int], most: int
+    ) -> None:
         self._ways = ways
         self._budget = budget
+        self._most = most
         self._link = link
         self._states = states
         size = -(-len(layers) // _GROUPS)
@@ -189,14 +202,16 @@ class _Search:
                 yield point._replace(kept=kept)
 
     def _guess(self, outline: Outline, point: _Point) -> float:
-        return outline.seconds(point.ways, self._budget, point.kept)
+        return outline.seconds(point.ways, self._budget, point.kept, self._most)
 
     def _planned(self, point: _Point) -> float:
         if point not in self._exact:
-            step = self._ways.stitched(self._choice(point))
+            profile = self._ways.stitched(self._choice(point)).profile
+            budget = self._budget - point.kept
             try:
-                beside = self._states.beside(self._link, step.profile, self._budget, point.kept)
-                made = plan(step.profile, self._budget - point.kept, beside.link, attempts=self._attempts)
+                beside = self._states.beside(self._link, profile, self._budget, point.kept)
+                eased = profile.eased(budget, self._most - point.kept)
+                made = plan(eased, budget, beside.link, attempts=self._attempts)
                 self._exact[point] = made.seconds + beside.seconds
             except BudgetTooSmall as error:
                 self._failed = error.with_traceback(None)  # whose frames have all that is under way, and this
@@ -264,20 +279,21 @@ class Outline:
         other._link = replace(self._link, out=self._link.out * share, back=self._link.back * share)
         return other
 
-    def seconds(self, ways: Sequence[Way], budget: int, kept: int) -> float:
+    def seconds(self, ways: Sequence[Way], budget: int, kept: int, most: int = 0) -> float:
         """The least time of the step within a budget, with each group treated so; more where it cannot keep it.
 
-        kept: of the budget, the bytes of optimizer states.
+        kept: of the budget, the bytes of optimizer states. most: as `choose` has it.
         """
-        budget -= kept
+        budget, most = budget - kept, most - kept
         moments = [self._stretches[None if n is None else ways[n]][k] for k, n in enumerate(self._group)]
         later = sum([moment.used for moment in moments])
         level = standing = self._begin
         lacking = 0
         stretches = []
         for seconds, change, high, stands, least, saved, used in moments:
-            stretches.append((seconds, level + high - budget, saved, used))
-            lacking = max(lacking, standing + least - budget)
+            room = max(budget, min(standing + least, most))
+            stretches.append((seconds, level + high - room, saved, used))
+            lacking = max(lacking, standing + least - room)
             level += change
             standing += stands
         forward = sum([moment.seconds for moment in moments[: self._backward]])

@@ -20,9 +20,7 @@ from .profile import (
     Plan,
     PlannedStall,
     Profile,
-    check_budget,
     least_seconds,
-    too_small,
 )
 
 # How many times slower a link may be on which all reloads are in time: the more, the more room is kept for them.
@@ -113,7 +111,7 @@ class Planner:
 
     def __init__(self, profile: Profile, budget: int, link: Link) -> None:
         moments = profile.moments
-        check_budget(moments, budget, link)
+        _check_budget(moments, budget, link)
         self._profile = profile
         self._moments = moments
         self._budget = budget
@@ -145,7 +143,7 @@ class Planner:
         if best.over and self._link.room is not None:
             full = self._moments.full
             worst, least = full.index(max(full)), self._budget + best.over
-            raise too_small(self._moments, self._budget, worst, least, best.over)
+            raise _too_small(self._moments, self._budget, worst, least, best.over)
         return self._finished(best)
 
     def _trials(self) -> Iterator[_Trial]:
@@ -302,6 +300,23 @@ class Planner:
             early={b: profile.saved[first] for b, first in draft.begins.items() if first != b},
             below=self._below(draft.release, draft.begins),
         )
+
+
+def _check_budget(moments: Moments, budget: int, link: Link) -> None:
+    """Raises BudgetTooSmall where no plan can keep the budget, as of `floor`, and of the room that the link has."""
+    least = movable = moments.least
+    if (room := link.room) is not None:
+        least = [max(low, full - room) for low, full in zip(movable, moments.full, strict=True)]
+    if (most := max(least, default=0)) > budget:
+        worst = least.index(most)
+        raise _too_small(moments, budget, worst, most, most - movable[worst])
+
+
+def _too_small(moments: Moments, budget: int, worst: int, least: int, without_room: int) -> BudgetTooSmall:
+    """The error for a moment that needs so many bytes at least. without_room: of these, as the error has it."""
+    lives = zip(moments.nbytes, moments.saved, moments.dropped, strict=True)
+    unmovable = moments.full[worst] - sum(n for n, s, d in lives if s <= worst < d)
+    return BudgetTooSmall(budget, least, moments.action[worst], unmovable, without_room=without_room)
 
 
 @dataclass(frozen=True)

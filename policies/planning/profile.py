@@ -138,6 +138,19 @@ class Profile:
         standing = list(map(int.__sub__, unmovable, least))
         return replace(self, unmovable=unmovable, standing=[self.standing[0], *standing[1:]])
 
+    def eased(self, budget: int, most: int) -> Profile:
+        """The step as plans for a budget see it that may take up to `most` bytes where it has to, whatever leaves.
+
+        There it counts as no more than the budget, to which all else keeps. Where even `most` is too little, it is
+        the step as it is.
+        """
+        if not budget < floor(self.moments) <= most:
+            return self
+        unmovable, begins = list(self.unmovable), self.moments.action
+        for begin, end, low in zip(begins, [*begins[1:], None], self.moments.least, strict=True):
+            unmovable[begin:end] = [nbytes - max(0, low - budget) for nbytes in unmovable[begin:end]]
+        return replace(self, unmovable=unmovable)
+
     def standing_at(self, standing: Sequence[int]) -> Profile:
         """The step as it is when so much memory is allocated at each position.
 
@@ -234,6 +247,11 @@ class Moments:
 
     def __len__(self) -> int:
         return len(self.full)
+
+    @cached_property
+    def least(self) -> list[int]:
+        """The least bytes of device memory in each, as of `full`, whatever leaves."""
+        return _least(self.full, self.nbytes, self.loose, self.used)
 
 
 def _moments(clock: Sequence[float], drops: Sequence[int], positions: int) -> tuple[list[int], list[int]]:
@@ -405,24 +423,7 @@ def floor(moments: Moments) -> int:
 
     At each moment, what cannot move and the blocks in use, with those that forward still has.
     """
-    return max(_least(moments.full, moments.nbytes, moments.loose, moments.used), default=0)
-
-
-def check_budget(moments: Moments, budget: int, link: Link) -> None:
-    """Raises BudgetTooSmall where no plan can keep the budget, as of `floor`, and of the room that the link has."""
-    least = movable = _least(moments.full, moments.nbytes, moments.loose, moments.used)
-    if (room := link.room) is not None:
-        least = [max(low, full - room) for low, full in zip(movable, moments.full, strict=True)]
-    if (most := max(least, default=0)) > budget:
-        worst = least.index(most)
-        raise too_small(moments, budget, worst, most, most - movable[worst])
-
-
-def too_small(moments: Moments, budget: int, worst: int, least: int, without_room: int) -> BudgetTooSmall:
-    """The error for a moment that needs so many bytes at least. without_room: of these, as the error has it."""
-    lives = zip(moments.nbytes, moments.saved, moments.dropped, strict=True)
-    unmovable = moments.full[worst] - sum(n for n, s, d in lives if s <= worst < d)
-    return BudgetTooSmall(budget, least, moments.action[worst], unmovable, without_room=without_room)
+    return max(moments.least, default=0)
 
 
 def least_bytes(profile: Profile) -> list[int]:

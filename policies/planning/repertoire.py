@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .disk_and_states import Beside, StatesShare, explained, paced, plan_disk, states_to_keep
 from .planner import least_memory, plan
-from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile, least_bytes
+from .profile import BudgetTooSmall, DiskPlan, Link, Plan, Profile, floor, least_bytes
 from .rates import Rates
 from .recording import Name, Recording, whole
 from .stitching import Choice, RecordedStep
@@ -103,7 +103,7 @@ class Repertoire:
         margin: int = 0,
     ) -> None:
         self.budget = budget
-        self._margin = margin
+        self._margin, self._reserve = margin, 0
         self.rates = Rates(link)
         self._host_bytes = host_bytes
         self._slowdown = slowdown
@@ -390,17 +390,22 @@ class Repertoire:
                 if other is not known:
                     other.tables.clear()
 
-    def replan(self, budget: int | None = None, margin: int | None = None) -> None:
-        """Plans are made anew, for this budget and margin if they are told."""
+    def replan(self, budget: int | None = None, margin: int | None = None, reserve: int | None = None) -> None:
+        """Plans are made anew, for this budget, margin and reserve if they are told.
+
+        reserve: bytes that plans leave free beside the margin, but where they are needed whatever leaves.
+        """
         self.budget = self.budget if budget is None else budget
         self._margin = self._margin if margin is None else margin
+        self._reserve = self._reserve if reserve is None else reserve
         for known in self._known:
             known.tables.clear()
 
     def _plan(self, profile: Profile, spare: int) -> Plan:
         """spare: bytes to leave free where there is a plan without them. What nobody has measured may take more.
 
-        Where there is none, half of what no plan needs is left free.
+        Where there is none, moments that need them whatever leaves have them, and the reserve. Where that is too
+        little, half of what no plan needs is left free.
         """
         states = self.states
         if states.total and states.target != 0:
@@ -419,17 +424,25 @@ class Repertoire:
 
     def _sparing(self, profile: Profile, spare: int, link: Link) -> Plan:
         planned = self.states.planned
+        room = self.room - planned - spare
+        eased = profile.eased(room, self.most - planned)
         try:
-            return self._within(profile, self.room - planned - spare, link)
+            made = self._within(eased, room, link)
+            return made if eased is profile else replace(made, peak=floor(profile.moments))
         except BudgetTooSmall as error:
-            if not self._margin and not spare:
+            if self.budget - planned == room:
                 raise
             least, budget = error.floor, self.budget - planned
         return self._within(profile, budget - max(0, budget - least) // 2, link)
 
     @property
     def room(self) -> int:
-        """The budget for plans that can do without the margin."""
+        """The budget for plans, where they can do without the margin and the reserve."""
+        return self.most - self._reserve
+
+    @property
+    def most(self) -> int:
+        """The same where the reserve is needed whatever leaves."""
         return self.budget - self._margin
 
     def _to_keep(self, profile: Profile) -> int:

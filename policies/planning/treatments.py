@@ -29,8 +29,9 @@ _PATIENCE = 16
 _CORRECTIONS = 3
 # So many steps are tried in one way, of which none could be planned for.
 _TRIES = 4
-# As "cheap" once more where "full" shows that what it keeps lets more layers find room for that.
-_WAYS: tuple[How, ...] = ("cheap", "full", "cheap")
+# Each once more where what "full" has shown lets more layers find room for that: what "cheap" keeps, and how far
+# memory rises in layers like them.
+_WAYS: tuple[How, ...] = ("cheap", "full", "cheap", "full")
 
 
 class Treatments:
@@ -168,6 +169,9 @@ class Treatments:
         elif course.trying is not None and known.choice == course.all(course.trying) and not self._trials:
             ratio = course.inputs / max(1, self._inputs)
             course.ways[course.trying] = known, ratio, frozenset(self._treated)
+            if course.trying == "full" and ratio == 1:
+                again = _recorded(known, Variant()).backwards()
+                course.rises = {n: max(rise for rise, _ in again[n].rises) for n in self._treated & again.keys()}
             self._next(course)
         elif known.choice == course.choice:
             course.stitched = False
@@ -189,7 +193,9 @@ class Treatments:
             least = max(backward.standing, backward.full - below)
             if how == "cheap" and trial:
                 spare -= course.results.get(layer, (backward.saved, 0))[0]
-            if spare >= 0 and least + course.more + course.coming(layer, how, trial=trial) <= room:
+            shown = how == "full" and course.shows(layer) is not None
+            most = max(room, repertoire.most - repertoire.states.planned) if shown else room
+            if spare >= 0 and least + course.more + course.coming(layer, how, trial=trial) <= most:
                 found.append(layer)
         return found
 
@@ -275,7 +281,8 @@ class Treatments:
         repertoire = self._repertoire
         try:
             layers = sorted({layer for *_, treated in course.ways.values() for layer in treated})
-            chosen = choose(ways, repertoire.room, repertoire.link, repertoire.states, layers, now=course.choice)
+            room, link, states = repertoire.room, repertoire.link, repertoire.states
+            chosen = choose(ways, room, link, states, layers, course.choice, most=repertoire.most)
         except BudgetTooSmall as error:
             _log.info("layers are treated as before: %s", str(error))
             return
@@ -301,6 +308,7 @@ class _Course:
     of these were to be treated so, how much longer the plain one is, and which of them were.
     kept: of each layer that had a trial in the way that is tried now, the bytes of the blocks that it had then.
     results: of each that had one as "full", what "cheap" would keep, and at most beside what it saves.
+    rises: of each that was computed again "full", how far memory rose in its backward.
     trying: what is tried now. left: what is to be tried after it. tries: the steps since then without a trial.
     doubted: the times of the plain step are other ones by now, and so it is measured once more.
     done: all ways were tried. expected: the seconds of a step, without waits for copies, as it was chosen. shown: a
@@ -321,6 +329,7 @@ class _Course:
     kept: dict[int, int] = field(default_factory=dict)
     ways: dict[How, tuple[Known, float, frozenset[int]]] = field(default_factory=dict)
     results: dict[int, tuple[int, int]] = field(default_factory=dict)
+    rises: dict[int, int] = field(default_factory=dict)
     trying: How | None = None
     left: list[How] = field(default_factory=list)
     tries: int = 0
@@ -346,6 +355,8 @@ class _Course:
         backward = self.backwards[layer]
         inputs, held = self.called.get(layer, 0), self.held.get(layer, 0)
         if how == "full":
+            if (rise := self.shows(layer)) is not None:
+                backward = backward._replace(forward=rise)
             return backward.coming(inputs, held, trial=trial)
         alike = [n for n, each in self.backwards.items() if each.saved == backward.saved]
         kept = [max(0, self.kept[n] - backward.saved - self.held.get(n, 0)) for n in alike if n in self.kept]
@@ -353,6 +364,20 @@ class _Course:
         beside = min(max(each, default=backward.saved) for each in (kept, [unsaved for _, unsaved in known]))
         stays = max((results - unsaved for results, unsaved in known), default=inf)
         return backward.coming(inputs, held, trial=trial, beside=beside, stays=stays)
+
+    def shows(self, layer: int) -> int | None:
+        """How far memory rose, at most, in the backward of layers like it that were computed again "full".
+
+        It is less than in their forward, as what comes after the last that they save is not computed again. None:
+        there were none.
+        """
+        new, inputs = self.backwards[layer], self.called.get(layer, 0)
+        like = []
+        for n in self.rises.keys() & self.backwards.keys():
+            old = self.backwards[n]
+            if old.saved == new.saved and old.forward >= new.forward and self.called.get(n, 0) == inputs:
+                like.append(self.rises[n])
+        return max(like, default=None)
 
     def look_at(self, step: StepUnderWay, trials: Collection[int]) -> None:
         """Learns from a step what the layers keep that have their trials in it."""
@@ -368,6 +393,7 @@ class _Course:
         self.ways.clear()
         self.kept.clear()
         self.results.clear()
+        self.rises.clear()
         self.layers.clear()
         self.trying, self.tries, self.done = None, 0, False
         self.expected, self.shown, self.corrections = 0.0, None, 0

@@ -21,7 +21,7 @@ from tiered_mem.policies.actions import How
 from tiered_mem.policies.planning import BudgetTooSmall, Link, choosing, plan
 from tiered_mem.policies.planning.choosing import Chosen, choose
 from tiered_mem.policies.planning.disk_and_states import StatesShare
-from tiered_mem.policies.planning.profile import Plan, Profile
+from tiered_mem.policies.planning.profile import Plan, Profile, floor
 from tiered_mem.policies.planning.stitching import Ways
 
 SLOW = Link(10e9, 10e9, 1.0, 5e-6)
@@ -111,6 +111,20 @@ def test_without_a_link_layers_are_computed_again() -> None:
     found = chosen(model, budget, none)
     assert max(model.recorded(dict(found.choice)).profile.full) <= budget
     assert found.seconds < 1.3 * model.recorded().profile.compute
+
+
+@pytest.mark.parametrize("less", [1, 8, 40])
+def test_a_moment_that_needs_more_than_the_budget_whatever_leaves_may_have_it(less: int) -> None:
+    """Where all that was saved is there again, in the backward of the first layer."""
+    model, none = Model(decoder(8).layers, 96 * MIB), Link(1e6, 1e6)
+    most = floor(model.recorded(model.all("full")).profile.moments)
+    ways, layers, states = model.ways, range(8), StatesShare()
+    enough, little, found = (
+        choose(ways, budget, none, states, layers, {}, most=most)
+        for budget, most in ((most, None), (most - less * MIB, None), (most - less * MIB, most))
+    )
+    assert (found.choice, found.seconds) == (enough.choice, pytest.approx(enough.seconds))
+    assert found.seconds < 0.01 * little.seconds
 
 
 @pytest.mark.parametrize("share", [0.3, 0.4, 0.5, 0.6])

@@ -263,6 +263,24 @@ def test_blocks_that_forward_still_has_are_released_when_it_lets_go(kind: str, s
         plan(step, least - 1, LINK)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_needed_whatever_leaves_is_had_while_all_else_keeps_the_budget(kind: str, seed: int) -> None:
+    known = profile(KINDS[kind](seed))
+    most = floor(known.moments)
+    budget = most * 31 // 32
+    with pytest.raises(BudgetTooSmall):
+        plan(known, budget, LINK)
+    assert known.eased(budget, most - 1) is known.eased(most, 2 * most) is known
+    eased = known.eased(budget, most)
+    taken = memory(known, plan(eased, budget, LINK))
+    assert max(taken) <= most
+    same = map(int.__eq__, known.unmovable, eased.unmovable)
+    others = list(itertools.compress(taken, same))
+    assert 0 < len(others) < len(taken)
+    assert max(others) <= budget
+
+
 def test_an_empty_step() -> None:
     made = plan(Profile([], [], [], [], [], [], []), 1, LINK)
     assert (made.release, made.peak, made.seconds) == ({}, 0, 0.0)
