@@ -355,9 +355,9 @@ class _Course:
         backward = self.backwards[layer]
         inputs, held = self.called.get(layer, 0), self.held.get(layer, 0)
         if how == "full":
-            if (rise := self.shows(layer)) is not None:
-                backward = backward._replace(forward=rise)
-            return backward.coming(inputs, held, trial=trial)
+            rise = self.shows(layer)
+            less = 0 if rise is None else backward.forward - rise
+            return backward.coming(inputs - less, held, trial=trial)
         alike = [n for n, each in self.backwards.items() if each.saved == backward.saved]
         kept = [max(0, self.kept[n] - backward.saved - self.held.get(n, 0)) for n in alike if n in self.kept]
         known = [self.results[n] for n in alike if n in self.results]
