@@ -146,6 +146,19 @@ class RecordedStep:
             rises.add((self.profile.full[k] - level, gone))
         return frozenset(rises), frozenset(twice)
 
+    def rises(self) -> dict[int, int]:
+        """How far memory rises at most from a use in a layer's backward to the next event, for each layer.
+
+        Between these a layer is computed again as "full", and goes through its backward.
+        """
+        found: dict[int, int] = {}
+        transient = self.profile.transient
+        for of, (a, z) in zip(self.layers, pairwise(self.cuts), strict=True):
+            if of is not None and of[0] == "backward":
+                at_uses = (transient[k] for k in range(a, z) if self.names[k][0] == "used")
+                found[of[2]] = max(at_uses, default=0)
+        return found
+
     def part_of(self, position: int) -> int:
         return bisect_right(self.cuts, position, hi=len(self.cuts) - 1) - 1
 

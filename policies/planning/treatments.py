@@ -170,8 +170,8 @@ class Treatments:
             ratio = course.inputs / max(1, self._inputs)
             course.ways[course.trying] = known, ratio, frozenset(self._treated)
             if course.trying == "full" and ratio == 1:
-                again = _recorded(known, Variant()).backwards()
-                course.rises = {n: max(rise for rise, _ in again[n].rises) for n in self._treated & again.keys()}
+                rises = _recorded(known, Variant()).rises()
+                course.rises = {layer: rise for layer, rise in rises.items() if rise and layer in self._treated}
             self._next(course)
         elif known.choice == course.choice:
             course.stitched = False

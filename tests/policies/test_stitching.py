@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -125,3 +126,16 @@ def test_what_is_known_of_a_layer_where_its_backward_begins() -> None:
     fuller = layer._replace(standing=200, full=140, forward=1, rises=frozenset({(5, 5)}))
     assert layer.or_more(fuller)[:5] == (200, 140, 50, 20, 10)
     assert layer.or_more(fuller).rises == rises | {(5, 5)}
+
+
+def test_how_far_memory_rises_where_layers_are_computed_again() -> None:
+    """Also of the first, and whatever else comes meanwhile, as what other layers have saved does."""
+    model = decoder(4)
+    step = model.recorded(model.all("full"))
+    assert step.rises() == dict.fromkeys(range(4), 320 * MIB)
+    first = step.names.index(("used", (0, 2, 0), 0))
+    more = [k >= first and 40 * MIB for k in range(len(step.names))]
+    standing, unmovable = (list(map(int.__add__, n, more)) for n in (step.standing, step.profile.unmovable))
+    assert (
+        replace(step, profile=replace(step.profile, standing=standing, unmovable=unmovable)).rises() == step.rises()
+    )
