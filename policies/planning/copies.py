@@ -13,7 +13,7 @@ from .profile import Link, Moments
 
 _SAVE, _RELEASE, _RELOAD, _USE = range(4)
 _OUT, _BACK = range(2)
-_NOTHING = 1e-12  # seconds: less than that is an error of rounding
+_NOTHING = 1e-9  # seconds: less than that is an error of rounding
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,19 @@ class _Copies:
 
     def go_on(self, now: float) -> None:
         """It is so late now, in seconds."""
-        if all(self._left) and now > self._now:
-            self._work(min(now - self._now, min(self._left) / self._both), self._both)
-        if any(self._left) and now > self._now:
-            self._work(min(now - self._now, max(self._left)), 1.0)
+        out, back = self._left
+        if out and back and now > self._now:
+            self._work(min(now - self._now, min(out, back) / self._both), self._both)
+            out, back = self._left
+        if (out or back) and now > self._now:
+            self._work(min(now - self._now, out or back), 1.0)
         self._now = now
 
     def _work(self, seconds: float, rate: float) -> None:
         work = seconds * rate
         before = self._all[_OUT] - self._left[_OUT]
-        self._left = [left - work if left - work > _NOTHING else 0.0 for left in self._left]
+        out, back = self._left[_OUT] - work, self._left[_BACK] - work
+        self._left = [out if out > _NOTHING else 0.0, back if back > _NOTHING else 0.0]
         while self._outs and self._outs[0][0] <= self._all[_OUT] - self._left[_OUT]:
             end, block = self._outs.popleft()
             self.out_ended[block] = self._now + (end - before) / rate
