@@ -28,6 +28,7 @@ from .errors import (
     TieredMemError,
     TierFull,
 )
+from .versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import optim
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from .manager import TieringManager
     from .policies.planning.profile import BudgetTooSmall
 
-__version__ = "0.2.0"
 
 __all__ = [
     "BudgetTooSmall",

@@ -8,7 +8,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from . import __version__
+__version__ = "0.2.0"
 
 _CANN_HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _NVIDIA = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")

@@ -79,7 +79,7 @@ def least_memory(profile: Profile, budget: int, link: Link, slowdown: float) -> 
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Recipe:
     """A way to make drafts. lead: of how much slower a link reloads are in time. early: as of `copied_from`."""
 
     lead: float
@@ -99,7 +99,7 @@ class _Draft:
     reload: dict[int, int]
     begins: dict[int, int]
     prediction: Prediction
-    trial: _Trial
+    recipe: _Recipe
     stays: frozenset[int]
 
     def cost(self) -> tuple[int, float]:
@@ -128,8 +128,8 @@ class Planner:
         fewest = _FEWEST_AGAIN if self._again else 1
         left = max(fewest, min(_MOST, _EFFORT // (blocks + 1))) if attempts is None else attempts
         drafts: list[_Draft] = []
-        for trial in islice(self._trials(), min(left, max(_TRIALS, left * 2 // 3))):
-            drafts.append(self._attempt(trial, hopeful=not drafts))
+        for recipe in islice(self._recipes(), min(left, max(_TRIALS, left * 2 // 3))):
+            drafts.append(self._attempt(recipe, hopeful=not drafts))
             if self._good(drafts[-1]):
                 break
         drafts.sort(key=_Draft.cost)
@@ -146,16 +146,16 @@ class Planner:
             raise _too_small(self._moments, self._budget, worst, least, best.over)
         return self._finished(best)
 
-    def _trials(self) -> Iterator[_Trial]:
+    def _recipes(self) -> Iterator[_Recipe]:
         if self._again:
             for early, lead in product((True, False), _LEADS_AGAIN):
                 for selector in (self._by_use, self._unused_first, self._by_life):
-                    yield _Trial(lead, selector, early)
+                    yield _Recipe(lead, selector, early)
             return
         for lead in _LEADS if self._link.room is None else _LEADS_LITTLE_ROOM:
-            yield _Trial(lead, self._by_use, early=False)
+            yield _Recipe(lead, self._by_use, early=False)
             if lead == _LIVES and self._by_life.ranked != self._by_use.ranked:
-                yield _Trial(lead, self._by_life, early=False)
+                yield _Recipe(lead, self._by_life, early=False)
 
     @cached_property
     def _unused_first(self) -> Selector:
@@ -197,7 +197,7 @@ class Planner:
             count = count or max(1, int(_EXCHANGED * len(longest)))
             if count == 1:
                 tried.add(longest[0])
-            changed = self._attempt(draft.trial, draft.stays.union(longest[:count]))
+            changed = self._attempt(draft.recipe, draft.stays.union(longest[:count]))
             yield changed
             if changed.cost() < draft.cost():
                 draft = changed
@@ -207,32 +207,32 @@ class Planner:
     def _good(self, draft: _Draft) -> bool:
         return not draft.over and draft.prediction.seconds <= self._goal
 
-    def _attempt(self, trial: _Trial, stays: frozenset[int] = frozenset(), *, hopeful: bool = False) -> _Draft:
+    def _attempt(self, recipe: _Recipe, stays: frozenset[int] = frozenset(), *, hopeful: bool = False) -> _Draft:
         """hopeful: the ends of the copies may not matter, as where each finds its link free."""
-        moments, selector = self._moments, trial.selector
+        moments, selector = self._moments, recipe.selector
         slack = self._goal - moments.end
         back = moments.used
-        begins = copied_from(range(len(back)), (), moments.earlier, early=trial.early)
+        begins = copied_from(range(len(back)), (), moments.earlier, early=recipe.early)
         ready = [self._saved_at[begins[b]] + seconds for b, seconds in enumerate(self._copying)]
         selection = selector.select(ready, back, stays)
         for _ in range(_PASSES):
             release = selection.release
-            ready = self._copies_end(release, trial.early)
+            ready = self._copies_end(release, recipe.early)
             if hopeful and all(ready[b] <= moments.clock[g] + slack for b, g in release.items()):
-                draft = self._timed(selection, trial, stays, rounds=1)
+                draft = self._timed(selection, recipe, stays, rounds=1)
                 if self._good(draft):
                     return draft
-            back = latest_reloads(moments, release, self._link, trial.lead)
+            back = latest_reloads(moments, release, self._link, recipe.lead)
             selection = selector.select(ready, back, stays)
-        return self._timed(selection, trial, stays)
+        return self._timed(selection, recipe, stays)
 
     def _timed(
-        self, selection: Selection, trial: _Trial, stays: frozenset[int], rounds: int = 2 + _PASSES
+        self, selection: Selection, recipe: _Recipe, stays: frozenset[int], rounds: int = 2 + _PASSES
     ) -> _Draft:
         """The draft that releases these blocks at the latest then; earlier, where that is faster."""
         moments = self._moments
         release = selection.release
-        begins = copied_from(sorted(release), release, moments.earlier, early=trial.early)
+        begins = copied_from(sorted(release), release, moments.earlier, early=recipe.early)
         best: _Draft | None = None
         over = selection.over
         if (room := self._link.room) is not None:
@@ -240,7 +240,7 @@ class Planner:
         for more in reversed(range(rounds)):
             reload = early_reloads(moments, self._budget, release, selection.back)
             prediction = predict(moments, release, reload, self._link, begins)
-            draft = _Draft(over, release, reload, begins, prediction, trial, stays)
+            draft = _Draft(over, release, reload, begins, prediction, recipe, stays)
             if best is not None and draft.cost() >= best.cost():
                 break
             best = draft

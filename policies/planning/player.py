@@ -317,7 +317,7 @@ class Player:
         if step is None:
             return others
         if isinstance(event, LayerBegin):
-            self._coming = others + step.again.get(event.layer, 0) if event.backward else 0
+            self._coming = others + step.again.get(event.layer, lambda: 0)() if event.backward else 0
         if step.like is not None and name is not None:
             return max(step.like.beside(name, others), self._coming)
         # What comes next is not known, and may be twice as much as any that came before.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -20,7 +20,8 @@ from .table import Table
 class StepUnderWay:
     """A step that goes on, or has ended.
 
-    choice: how its layers are treated. again: the bytes that come when one of them is computed again.
+    choice: how its layers are treated. again: gives the bytes that come when one of them is computed again. Only a
+    step without a plan asks.
     like: of another step, what may come beside its blocks.
     known, variant, table: what it is taken for, how it differs, and what it plays; None while nothing suits.
     compared: so many of the first blocks show what it is. undecided: the last event may show that: the first, the
@@ -42,7 +43,7 @@ class StepUnderWay:
 
     number: int
     choice: Choice = field(default_factory=dict)
-    again: dict[int, int] = field(default_factory=dict)
+    again: dict[int, Callable[[], int]] = field(default_factory=dict)
     like: Table | None = None
     names: StepNames = field(default_factory=StepNames)
     recording: Recording = field(default_factory=Recording)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from ..actions import How
@@ -88,8 +89,7 @@ class Treatments:
     def begin(self) -> None:
         """A step begins."""
         self.choice, self._course, self._inputs = {}, None, None
-        for each in (self._asked, self._treated, self._trials):
-            each.clear()
+        self._asked, self._treated, self._trials = set(), set(), set()
 
     def forward(self, num_layers: int) -> None:
         """A forward begins. The first of a step tells by its layers what is to be done in it."""
@@ -123,7 +123,7 @@ class Treatments:
             if event.trial and how == "full":
                 self._course.results[event.layer] = event.results, event.unsaved
             if how is not None and event.layer in self._course.backwards:
-                step.again[event.layer] = self._course.coming(event.layer, how, trial=event.trial)
+                step.again[event.layer] = partial(self._course.coming, event.layer, how, trial=event.trial)
         (self._trials if event.trial else self._treated).add(event.layer)
 
     def end(self, step: StepUnderWay) -> None:

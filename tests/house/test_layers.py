@@ -185,7 +185,7 @@ def test_a_class_name_has_one_meaning() -> None:
     classes = Counter(
         node.name for path in PRODUCT for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)
     )
-    assert [name for name, times in classes.items() if times > 1 and not name.startswith("_")] == []
+    assert [name for name, times in classes.items() if times > 1] == []
 
 
 def test_tiered_mem_imports_downwards() -> None:

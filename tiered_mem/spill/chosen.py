@@ -138,7 +138,7 @@ def offered_drive(number: int = 0) -> Drive | None:
     return next((drive for drive in drives if drive is not None), None)
 
 
-class _Place(NamedTuple):
+class _Inode(NamedTuple):
     device: int
     inode: int
 
@@ -148,7 +148,7 @@ def _free_bytes(paths: Sequence[str | os.PathLike[str]], drives: Sequence[Drive 
 
     Raises SpillDirRefused, and ValueError where one is named twice.
     """
-    places: dict[_Place, str] = {}
+    places: dict[_Inode, str] = {}
     free = []
     for path, drive in zip(paths, drives, strict=True):
         fd = opened_spill_dir(path)
@@ -157,7 +157,7 @@ def _free_bytes(paths: Sequence[str | os.PathLike[str]], drives: Sequence[Drive 
             free.append((Files() if drive is None else drive.files(Files())).free_bytes(fd))
         finally:
             os.close(fd)
-        place, name = _Place(found.st_dev, found.st_ino), os.fspath(path)
+        place, name = _Inode(found.st_dev, found.st_ino), os.fspath(path)
         if place in places:
             raise ValueError(f"spill_dir: {places[place]} and {name} are one directory; name one on each drive")
         twin = next((other for at, other in places.items() if at.device == place.device), None)
