@@ -412,7 +412,7 @@ class PlannedPolicy(Policy):
         known = step.known
         other = step.longer or repertoire.apart(step.variant.more)
         if known is None or known.stitched or step.deviates or (other and step.exact):
-            if step.exact and recording.regular and not repertoire.same(recording):
+            if step.exact and recording.regular and not repertoire.same(recording, step.choice):
                 add = partial(repertoire.add, recording, seconds, known, step.variant, step.choice, step.update)
                 try:
                     learnt = add(strict=self.alone or self._shortfall is None)

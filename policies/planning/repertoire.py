@@ -334,11 +334,14 @@ class Repertoire:
         sure = (each for each in reversed(self._known) if not (each.stitched or each.guessed))
         return next((known for known in sure if known.choice == choice), None)
 
-    def same(self, recording: Recording) -> Known | None:
-        """The kind of steps that a recording is of, if there is one with the same events and sizes."""
+    def same(self, recording: Recording, choice: Choice) -> Known | None:
+        """The kind of steps that a recording is of, if there is one with the same events and sizes.
+
+        choice: how its layers were to be treated. Where some cannot be, steps with different ones are alike.
+        """
         sizes = [life.nbytes for life in recording.blocks.values()]
         for known in self._known:
-            alike = known.names == recording.names and known.sizes == sizes
+            alike = known.names == recording.names and known.sizes == sizes and known.choice == choice
             if alike and not known.stitched and not self.apart(recording.standing[0] - known.standing):
                 return known
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from ...sizes import format_bytes, format_seconds
 from ..actions import How
@@ -102,10 +103,11 @@ class Treated:
         """What the step would be if these layers kept all."""
         choice = {layer: how for layer, how in self._choice.items() if layer not in set(layers)}
         step = self._ways.stitched(choice).profile
-        try:
-            longer = self._seconds(step) - now
-        except BudgetTooSmall:
+        longer = self._seconds(step) - now
+        if longer == inf:
             return "else the step would not fit"
+        if now == inf:
+            return "the step does not fit, and would lack more else"
         most, kept = max(step.full), self._states.kept
         lacking = most + kept - self._budget
         link = self._states.beside(self._link, step, most + kept, kept).link
@@ -116,7 +118,11 @@ class Treated:
         return f"{told}, as the link hides {format_bytes(hidden)} of {format_bytes(lacking)} that would not fit"
 
     def _seconds(self, step: Profile) -> float:
-        return states_to_keep(step, self._budget, self._link, self._states)[1]
+        """Infinite where the step does not fit, as where the host has too little room."""
+        try:
+            return states_to_keep(step, self._budget, self._link, self._states)[1]
+        except BudgetTooSmall:
+            return inf
 
 
 def _bytes(step: RecordedStep, part: int) -> int:

@@ -99,6 +99,8 @@ def test_where_too_few_layers_can_be_computed_again_the_report_says_what_is_miss
     device: str, device_module: ModuleType
 ) -> None:
     manager, peaks, budget, plain = tiered(device, device_module, 0.3, 0.1, counting=6)
-    assert budget < max(peaks[-4:]) < 0.95 * max(peaks) <= plain, "the two that can be still are"
-    told = str(manager.report())
-    assert f"{format_bytes(max(peaks[-4:]) - budget)} more of host_bytes, or a spill_dir" in told
+    assert budget < max(peaks[-4:]) < 0.95 * max(peaks) <= plain, "what can be still is"
+    report = manager.report()
+    assert not report.trying, "as many were treated in a step that was tried as in those that follow"
+    assert [each.why for each in report.treatments if each.how] == ["the step does not fit, and would lack more else"]
+    assert f"{format_bytes(max(peaks[-4:]) - budget)} more of host_bytes, or a spill_dir" in str(report)
