@@ -94,14 +94,13 @@ class Treated:
     def _gained(self, how: Way, layers: Sequence[int]) -> tuple[int, float]:
         """The bytes that these layers save less, and the seconds that they take more."""
         plain, step = self._ways.steps[None], self._ways.steps[how]
-        numbers = set(layers)
-        parts = [k for k, of in enumerate(self._ways.layers) if of is not None and of[2] in numbers]
+        parts = [k for k, of in enumerate(self._ways.layers) if of is not None and of[2] in layers]
         less = sum(_bytes(plain, k) - _bytes(step, k) for k in parts)
         return less, sum(max(0.0, step.seconds[k] - plain.seconds[k]) for k in parts)
 
     def _why(self, layers: Sequence[int], now: float) -> str:
         """What the step would be if these layers kept all."""
-        choice = {layer: how for layer, how in self._choice.items() if layer not in set(layers)}
+        choice = {layer: how for layer, how in self._choice.items() if layer not in layers}
         step = self._ways.stitched(choice).profile
         longer = self._seconds(step) - now
         if longer == inf:

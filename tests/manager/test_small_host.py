@@ -102,6 +102,7 @@ def test_where_too_few_layers_can_be_computed_again_the_report_says_what_is_miss
     assert budget < max(peaks[-4:]) < 0.95 * max(peaks) <= plain, "what can be still is"
     report = manager.report()
     assert not report.trying, "as many were treated in a step that was tried as in those that follow"
-    assert [each.why for each in report.treatments if each.how] == ["the step does not fit, and would lack more else"]
+    why = "the step does not fit, and would lack more else"
+    assert [each.why for each in report.treatments if each.how] == [why]
     told = str(report)
     assert f"{format_bytes(max(peaks[-4:]) - budget)} more of host_bytes, or a spill_dir" in told, told

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import NamedTuple
 
 from ..ground.arguments import with_methods
 from ..sizes import format_bytes, parse_bytes
@@ -138,17 +137,12 @@ def offered_drive(number: int = 0) -> Drive | None:
     return next((drive for drive in drives if drive is not None), None)
 
 
-class _Inode(NamedTuple):
-    device: int
-    inode: int
-
-
 def _free_bytes(paths: Sequence[str | os.PathLike[str]], drives: Sequence[Drive | None]) -> list[int]:
     """What each directory's tier may take of what is free: its part, where others lie on the same file system.
 
     Raises SpillDirRefused, and ValueError where one is named twice.
     """
-    places: dict[_Inode, str] = {}
+    places: dict[tuple[int, int], str] = {}  # by the device and the inode
     free = []
     for path, drive in zip(paths, drives, strict=True):
         fd = opened_spill_dir(path)
@@ -157,15 +151,15 @@ def _free_bytes(paths: Sequence[str | os.PathLike[str]], drives: Sequence[Drive 
             free.append((Files() if drive is None else drive.files(Files())).free_bytes(fd))
         finally:
             os.close(fd)
-        place, name = _Inode(found.st_dev, found.st_ino), os.fspath(path)
+        place, name = (found.st_dev, found.st_ino), os.fspath(path)
         if place in places:
             raise ValueError(f"spill_dir: {places[place]} and {name} are one directory; name one on each drive")
-        twin = next((other for at, other in places.items() if at.device == place.device), None)
+        twin = next((other for (device, _), other in places.items() if device == found.st_dev), None)
         if twin is not None:
             _log.warning("%s and %s lie on one drive, and are no faster than one of them", twin, name)
         places[place] = name
-    alike = Counter(place.device for place in places)
-    return [nbytes // alike[place.device] for nbytes, place in zip(free, places, strict=True)]
+    alike = Counter(device for device, _ in places)
+    return [nbytes // alike[device] for nbytes, (device, _) in zip(free, places, strict=True)]
 
 
 def _first(otherwise: int) -> int:
