@@ -28,7 +28,7 @@ _CHANGED = 0.05
 _PATIENCE = 16
 # So often a choice is made again since steps took other times.
 _CORRECTIONS = 3
-# So many steps are tried in one way, of which none could be planned for.
+# So many steps are tried in one way, or as was chosen, of which none could be planned for.
 _TRIES = 4
 # Each once more where what "full" has shown lets more layers find room for that: what "cheap" keeps, and how far
 # memory rises in layers like them.
@@ -93,8 +93,7 @@ class Treatments:
 
     def forward(self, num_layers: int) -> None:
         """A forward begins. The first of a step tells by its layers what is to be done in it."""
-        if self._course is None:
-            self._course = self._courses.setdefault(num_layers, _Course())
+        self._course = self._course or self._courses.setdefault(num_layers, _Course())
 
     def layer(self, event: LayerBegin, step: StepUnderWay) -> How | None:
         """The forward of a layer begins. How it is to be computed again, if it is."""
@@ -106,10 +105,9 @@ class Treatments:
                 if course.plain is not None and course.trying is not None:
                     step.like = self._repertoire.table(course.plain, Variant(1.0, course.more))
             course.called[event.layer] = max(event.inputs, course.called.get(event.layer, 0))
-        how = self.choice.get(event.layer)
-        if how is not None:
+        if event.layer in self.choice:
             self._asked.add(event.layer)
-        return how
+        return self.choice.get(event.layer)
 
     def layer_ended(self, event: LayerEnd) -> None:
         """The forward of a layer has ended."""
@@ -159,6 +157,9 @@ class Treatments:
         if known is None:
             if course.trying is not None and self.choice:
                 self._next(course)
+            elif self.choice == course.choice:
+                course.tries += 1
+                course.stitched &= course.tries <= _TRIES
         elif not known.choice:
             if course.plain is None or course.inputs != self._inputs:
                 course.forget()
@@ -289,7 +290,7 @@ class Treatments:
         if chosen.seconds > (1 - better) * chosen.before or chosen.choice == course.choice:
             return
         step = ways.stitched(chosen.choice)
-        course.choice, course.expected = chosen.choice, step.profile.compute
+        course.choice, course.expected, course.tries = chosen.choice, step.profile.compute, 0
         course.stitched = bool(chosen.choice) and repertoire.stitch(step, chosen.choice)
 
 
@@ -309,7 +310,8 @@ class _Course:
     kept: of each layer that had a trial in the way that is tried now, the bytes of the blocks that it had then.
     results: of each that had one as "full", what "cheap" would keep, and at most beside what it saves.
     rises: of each that was computed again "full", how far memory rose in its backward.
-    trying: what is tried now. left: what is to be tried after it. tries: the steps since then without a trial.
+    trying: what is tried now. left: what is to be tried after it. tries: the steps since then without a trial, or
+    since a choice those that no plan could be made for.
     doubted: the times of the plain step are other ones by now, and so it is measured once more.
     done: all ways were tried. expected: the seconds of a step, without waits for copies, as it was chosen. shown: a
     step that took other ones, and how its layers were treated. corrections: how often that was a reason to choose.
@@ -397,8 +399,7 @@ class _Course:
         self.layers.clear()
         self.trying, self.tries, self.done = None, 0, False
         self.expected, self.shown, self.corrections = 0.0, None, 0
-        self.choice, self.stitched = {}, False
-        self.basis = ()
+        self.choice, self.stitched, self.basis = {}, False, ()
 
     def measured(self) -> Ways | None:
         """What can be chosen from; None where there is nothing."""

@@ -161,6 +161,34 @@ def test_a_choice_in_which_all_layers_are_treated_as_in_a_recorded_step_is_not_r
     assert ExactMemory not in training.machine.policy.asks
 
 
+def test_a_choice_of_all_layers_that_can_be_treated_is_recorded_once() -> None:
+    model = Model(decoder(5).layers, 0)
+    training = Training(model, 0.3)
+    training._remade = lambda treated: model.step({layer: how for layer, how in treated.items() if layer > 3})
+    for _ in range(2 * SETTLED):
+        training.step()
+    assert training.treated[-1].keys() == {4}
+    assert ExactMemory not in training.machine.policy.asks
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_a_choice_that_no_plan_can_be_made_for_is_not_recorded_without_end(share: float) -> None:
+    """Such as where it takes more than the budget when its backward is over."""
+    model = decoder(LAYERS)
+    training = Training(model, share)
+
+    def remade(treated: Mapping[int, How]) -> Step:
+        step = model.step(treated)
+        as_chosen = len(treated) < LAYERS or len(set(treated.values())) > 1
+        return Step(step.blocks, [*step.code, Compute(1e-3, training.budget + (1 << 20))]) if as_chosen else step
+
+    training._remade = remade
+    for _ in range(2 * SETTLED):
+        outcome = training.step()
+    assert outcome.peak > training.budget
+    assert ExactMemory not in training.machine.policy.asks
+
+
 def test_where_no_layer_can_be_computed_again_all_is_as_before() -> None:
     training = Training(decoder(LAYERS), 0.3, can=False)
     assert training.settled() == pytest.approx(Training(decoder(LAYERS), 0.3, recompute=False).settled())
