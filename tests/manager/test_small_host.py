@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import ModuleType
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from benchmarks.peak import Peak
 from examples.gpt import GPT
 from tiered_mem import TieringManager
-from tiered_mem.sizes import format_bytes
 
 STEPS = 16
 
@@ -104,5 +104,7 @@ def test_where_too_few_layers_can_be_computed_again_the_report_says_what_is_miss
     assert not report.trying, "as many were treated in a step that was tried as in those that follow"
     why = "the step does not fit, and would lack more else"
     assert [each.why for each in report.treatments if each.how] == [why]
-    told = str(report)
-    assert f"{format_bytes(max(peaks[-4:]) - budget)} more of host_bytes, or a spill_dir" in told, told
+    told = re.search(r"([\d.]+) MiB more of host_bytes, or a spill_dir", str(report))
+    assert told is not None, str(report)
+    # The host is not quite as full at the peak as it is at its fullest.
+    assert float(told[1]) == pytest.approx((max(peaks[-4:]) - budget) / 2**20, abs=0.15)
