@@ -102,11 +102,11 @@ class Treated:
         """What the step would be if these layers kept all."""
         choice = {layer: how for layer, how in self._choice.items() if layer not in layers}
         step = self._ways.stitched(choice).profile
+        if now == inf:
+            return "the step does not fit, and would lack more else"
         longer = self._seconds(step) - now
         if longer == inf:
             return "else the step would not fit"
-        if now == inf:
-            return "the step does not fit, and would lack more else"
         most, kept = max(step.full), self._states.kept
         lacking = most + kept - self._budget
         link = self._states.beside(self._link, step, most + kept, kept).link
