@@ -28,7 +28,6 @@ from .errors import (
     TieredMemError,
     TierFull,
 )
-from .versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import optim
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from .configuration import configure, default_manager
     from .manager import TieringManager
     from .policies.planning.profile import BudgetTooSmall
-
+    from .versions import __version__ as __version__
 
 __all__ = [
     "BudgetTooSmall",
@@ -72,6 +71,7 @@ _ON_REQUEST = {
     "OffloadContext": ".activations.contexts",
     "OutOfHostMemory": ".allocators.base",
     "TieringManager": ".manager",
+    "__version__": ".versions",
     "async_save_on_cpu": ".block_context",
     "configure": ".configuration",
     "default_manager": ".configuration",
@@ -80,7 +80,7 @@ _MODULES = ("allocators", "optim", "policies")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *__all__, *_ON_REQUEST, *_MODULES})
 
 
 # A type checker that saw this would take any name for one of the package's.

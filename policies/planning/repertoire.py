@@ -334,17 +334,14 @@ class Repertoire:
         sure = (each for each in reversed(self._known) if not (each.stitched or each.guessed))
         return next((known for known in sure if known.choice == choice), None)
 
-    def same(self, recording: Recording, choice: Choice) -> Known | None:
-        """The kind of steps that a recording is of, if there is one with the same events and sizes.
+    def same(self, recording: Recording, choice: Choice) -> bool:
+        """Whether a recording is of a kind of steps that is known, with the same events and sizes.
 
         choice: how its layers were to be treated. Where some cannot be, steps with different ones are alike.
         """
-        sizes = [life.nbytes for life in recording.blocks.values()]
-        for known in self._known:
-            alike = known.names == recording.names and known.sizes == sizes and known.choice == choice
-            if alike and not known.stitched and not self.apart(recording.standing[0] - known.standing):
-                return known
-        return None
+        this = choice, [life.nbytes for life in recording.blocks.values()], recording.names
+        alike = [known for known in self._known if (known.choice, known.sizes, known.names) == this]
+        return any(not (known.stitched or self.apart(recording.standing[0] - known.standing)) for known in alike)
 
     def found_full(self, away: int) -> None:
         """In a step there was no room for more than so many bytes of blocks beside the device."""

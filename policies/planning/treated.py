@@ -100,10 +100,10 @@ class Treated:
 
     def _why(self, layers: Sequence[int], now: float) -> str:
         """What the step would be if these layers kept all."""
-        choice = {layer: how for layer, how in self._choice.items() if layer not in layers}
-        step = self._ways.stitched(choice).profile
         if now == inf:
             return "the step does not fit, and would lack more else"
+        choice = {layer: how for layer, how in self._choice.items() if layer not in layers}
+        step = self._ways.stitched(choice).profile
         longer = self._seconds(step) - now
         if longer == inf:
             return "else the step would not fit"

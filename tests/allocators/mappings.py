@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,7 @@ import pytest
 
 def is_mapped(ptr: int) -> bool:
     """Whether an address is mapped. It asks for one page, as a list of mappings takes memory, and may take this."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    page = ctypes.c_void_p(ptr - ptr % mmap.PAGESIZE)
-    if libc.mincore(page, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(ctypes.c_ubyte())) == 0:
-        return True
-    assert ctypes.get_errno() == errno.ENOMEM, "mincore looks at any address"
-    return False
+    return _pages(ptr - ptr % mmap.PAGESIZE, mmap.PAGESIZE) is not None
 
 
 def mapped_bytes() -> int:
@@ -29,10 +25,19 @@ def mapped_bytes() -> int:
 
 def resident_pages(ptr: int, nbytes: int) -> list[bool]:
     """Whether each page of a range is in RAM."""
+    pages = _pages(ptr, nbytes)
+    assert pages is not None, "it is mapped"
+    return [bool(page & 1) for page in pages]
+
+
+def _pages(ptr: int, nbytes: int) -> Sequence[int] | None:
+    """What mincore says of each page; None where one of them is not mapped."""
     pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mincore(ctypes.c_void_p(ptr), ctypes.c_size_t(nbytes), pages) == 0, ctypes.get_errno()
-    return [bool(page & 1) for page in pages]
+    if libc.mincore(ctypes.c_void_p(ptr), ctypes.c_size_t(nbytes), pages) == 0:
+        return pages
+    assert ctypes.get_errno() == errno.ENOMEM, ctypes.get_errno()
+    return None
 
 
 def flags_of(ptr: int) -> set[str]:
