@@ -61,7 +61,7 @@ ORDER = [
 # The size of the house. A limit is raised by whoever adds a feature that users asked for, in the commit that adds
 # it and by what it takes, and never to make room for a wall. What gets smaller lowers it.
 FILES = 182
-CODE_LINES = 23_221  # without blank lines, comments and docstrings
+CODE_LINES = 23_219  # without blank lines, comments and docstrings
 LONGEST = 500  # lines of a file, with all that is in it; where one is near to that, look for a second idea in it
 # The manager is one class, whose methods pass each call on. Half of its lines say what users may type.
 LONGER = {"tiered_mem/manager.py": 605}
